@@ -8,28 +8,27 @@ token: its buffers are numbered, and the layers of the cache too.
 
 Ops, and what they take beside operands of the result's shape:
 
-    copy negate abs square cube sqrt rsqrt reciprocal exp tanh sigmoid silu gelu gelu_tanh relu cos
-    sin                               one
-    add subtract multiply divide maximum minimum       two, or one and `number`
+    copy negate abs square cube sqrt rsqrt reciprocal silu relu       one
+    add subtract multiply divide maximum minimum                      two, or one and `number`
     mean                              over the last dimension, which the result has not
-    rms_norm layer_norm               a row, weight and bias; epsilon is `number`
     look_up                           row number `operand` of `Dense`
     dense codes                       the product of a `Dense` or a `Codes` with a row, plus a bias
     attention                         query, key, value [1, heads, dim] of the token in a layer
+    call                              what PyTorch itself computes: `Instruction.call`
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 OPS = (
-    "copy", "negate", "abs", "square", "cube", "sqrt", "rsqrt", "reciprocal", "exp", "tanh",
-    "sigmoid", "silu", "gelu", "gelu_tanh", "relu", "cos", "sin", "add", "subtract", "multiply",
-    "divide", "maximum", "minimum", "mean", "rms_norm", "layer_norm", "look_up", "dense", "codes",
-    "attention",
+    "copy", "negate", "abs", "square", "cube", "sqrt", "rsqrt", "reciprocal", "silu", "relu", "add",
+    "subtract", "multiply", "divide", "maximum", "minimum", "mean", "look_up", "dense", "codes",
+    "attention", "call",
 )  # fmt: skip
 
 
@@ -52,7 +51,7 @@ class Operand(NamedTuple):
 
 
 class Dense(NamedTuple):
-    """A matrix.
+    """A matrix: floats are looked up only, since PyTorch's order of sums is nobody else's.
 
     Args:
         tensor: [out, in] floats of any strides; with `kind`, uint8 rows (`formats.integers`).
@@ -84,8 +83,31 @@ class Attention(NamedTuple):
     softcap: float
 
 
+class Given(NamedTuple):
+    """A tensor of a call: an operand, in the type that PyTorch had it in."""
+
+    operand: Operand
+    dtype: torch.dtype
+
+
+class Call(NamedTuple):
+    """An op of PyTorch's that has the same result as an instruction: result = op(*args, **options).
+
+    Args:
+        op: of torch.ops.
+        args: tensors of the model, plain values, and `Given`.
+        options: likewise, without `Given`.
+        result: where the result goes, or the first one of several.
+    """
+
+    op: Callable[..., Any]
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+    result: Operand
+
+
 class Instruction(NamedTuple):
-    """result = op(operands)."""
+    """result = op(operands), and the call of PyTorch that it stands for."""
 
     op: str
     result: Operand
@@ -93,6 +115,7 @@ class Instruction(NamedTuple):
     rounded: torch.dtype
     number: float = 0.0
     detail: Dense | Codes | Attention | None = None
+    call: Call | None = None
 
 
 class Program(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +19,10 @@ from ...ops.program import (
     POSITION,
     TOKEN,
     Attention,
+    Call,
     Codes,
     Dense,
+    Given,
     Instruction,
     Operand,
     Program,
@@ -42,13 +44,16 @@ LAYER = Packed([
     ("heads group length coded begin end k_end v_end window keep", INT64),
     ("scaling softcap", FLOAT),
 ])  # fmt: skip
-"""Structs of kernels/cpu/api.h: hf_vq_operand, hf_vq_instruction, hf_vq_dense, hf_vq_token."""
+CALL = Packed([("run", POINTER), ("number", INT64)])
+"""Structs of kernels/cpu/api.h: hf_vq_operand, hf_vq_instruction, hf_vq_dense, hf_vq_token,
+hf_vq_call."""
 
 _INT8 = 4  # enum hf_vq_dtype
 _NUMBER = {op: number for number, op in enumerate(OPS)}
 _NOTHING = (0, 0, 0, 0, 0)
 _LINE = 16  # numbers of a cache line: buffers begin at one
 _WHOLE_ROWS = {"dense", "codes"}
+_CALLBACK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64)
 
 
 class CompiledStep:
@@ -78,6 +83,8 @@ class CompiledStep:
         self._kept: list[Any] = [[] for _ in range(layers)]
         self._shape: dict[int, tuple[tuple[int, int, int], int, float, float]] = {}
         self._details: list[Any] = []
+        self._calls = _Calls()
+        self._callback = _CALLBACK(self._calls)
         shown = Operand(program.logits.shape, _dense_stride(program.logits.shape))
         last = Instruction("copy", shown, (program.logits,), torch.float32)
         packed = [self._packed(each) for each in (*program.instructions, last)]
@@ -97,6 +104,8 @@ class CompiledStep:
 
     def _packed(self, one: Instruction) -> bytes:
         result, operands = one.result, one.operands
+        if one.op == "call":
+            return self._packed_call(one)
         of_row: list[tuple[int, ...]]
         if one.op in _WHOLE_ROWS:
             size, strides = _row(result, one)
@@ -154,6 +163,25 @@ class CompiledStep:
             made = ctypes.create_string_buffer(_dense(detail), DENSE.size)
         self._details.append(made)
         return ctypes.addressof(made)
+
+    def _packed_call(self, one: Instruction) -> bytes:
+        """An instruction that PyTorch computes; the library reads and writes none of its numbers."""
+        assert one.call is not None
+        number = self._calls.add(_in_torch(one.call, self._numbers))
+        run = ctypes.cast(self._callback, ctypes.c_void_p).value
+        made = ctypes.create_string_buffer(CALL.pack(run, number), CALL.size)
+        self._details.append(made)
+        somewhere = self._memory.data_ptr(), 0, 0, 1, 0
+        return INSTRUCTION.pack(
+            *somewhere, *somewhere, *_NOTHING, *_NOTHING, 1, 1, 1, ctypes.addressof(made), 0.0,
+            _NUMBER["call"], 0,
+        )  # fmt: skip
+
+    def call(self, index: int) -> None:
+        """Leave an instruction to PyTorch from now on."""
+        one = self.program.instructions[index]._replace(op="call")
+        at = self._address + INSTRUCTION.size * index
+        ctypes.memmove(at, self._packed_call(one), INSTRUCTION.size)
 
     # -- running ---------------------------------------------------------------------------------
 
@@ -213,6 +241,7 @@ class CompiledStep:
         self._out.value = out.data_ptr()
         status = self._run(self._address, self._count)
         if status != native.OK:
+            self._calls.check()
             native.check(status, "step")
 
     def run_one(self, index: int, inputs: Sequence[Tensor | None]) -> Tensor:
@@ -224,16 +253,81 @@ class CompiledStep:
         Returns:
             float32 [shape of the result].
         """
+        one = self._given(index, inputs)
+        status = self._run(self._address + INSTRUCTION.size * index, 1)
+        self._calls.check()
+        native.check(status, "step")
+        return self._numbers(one.result).clone()
+
+    def call_one(self, index: int, inputs: Sequence[Tensor | None]) -> Tensor:
+        """What PyTorch computes in the place of an instruction: the same arguments and result."""
+        one = self._given(index, inputs)
+        assert one.call is not None
+        _in_torch(one.call, self._numbers)()
+        return self._numbers(one.result).clone()
+
+    def _given(self, index: int, inputs: Sequence[Tensor | None]) -> Instruction:
+        """An instruction whose operands now have these numbers."""
         one = self.program.instructions[index]
         for operand, numbers in zip(one.operands, inputs, strict=True):
             if operand.tensor is None and numbers is not None:
                 once = tuple(slice(1) if step == 0 else slice(None) for step in operand.stride)
                 self._numbers(operand)[once].copy_(numbers[once])
-        native.check(self._run(self._address + INSTRUCTION.size * index, 1), "step")
-        return self._numbers(one.result).clone()
+        return one
 
     def _numbers(self, x: Operand) -> Tensor:
         return self._memory.as_strided(x.shape, x.stride, self._places[x.buffer] + x.offset)
+
+
+class _Calls:
+    """What PyTorch computes in a step, by number, as the library calls it."""
+
+    def __init__(self) -> None:
+        self._made: list[Callable[[], None]] = []
+        self._error: BaseException | None = None
+
+    def add(self, call: Callable[[], None]) -> int:
+        """The number of one more."""
+        self._made.append(call)
+        return len(self._made) - 1
+
+    def __call__(self, number: int) -> int:
+        try:
+            self._made[number]()
+        except BaseException as error:  # it may not pass through C: `check` raises it
+            self._error = error
+            return native.UNSUPPORTED
+        return native.OK
+
+    def check(self) -> None:
+        """Raise what the last call raised."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+
+def _in_torch(call: Call, numbers: Callable[[Operand], Tensor]) -> Callable[[], None]:
+    """A call of PyTorch between buffers of float32 [`numbers` of an operand]."""
+
+    def argument(x: Any) -> Any:
+        return numbers(x.operand) if isinstance(x, Given) else x
+
+    op, result = call.op, numbers(call.result)
+    args, options = [argument(x) for x in call.args], call.options
+    typed = [
+        (index, x.dtype)
+        for index, x in enumerate(call.args)
+        if isinstance(x, Given) and x.dtype is not torch.float32
+    ]
+
+    def run() -> None:
+        given = [*args]
+        for index, dtype in typed:
+            given[index] = args[index].to(dtype)
+        out = op(*given, **options)
+        result.copy_(out[0] if type(out) is tuple else out)
+
+    return run
 
 
 def _dense_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -275,8 +369,7 @@ def _elements(
 ) -> tuple[tuple[int, int, int], list[tuple[int, ...]]]:
     """Sizes and strides of what is read element by element, or along the last dimension."""
     shape, strides = operands[0].shape, [each.stride for each in (result, *operands)]
-    along = one.op in ("mean", "rms_norm", "layer_norm")
-    if along:  # the last dimension stays what it is
+    if one.op == "mean":  # the last dimension stays what it is
         last = [stride[-1] for stride in strides]
         sizes, merged_ = merged(shape[:-1], tuple(stride[:-1] for stride in strides))
         sizes = (*sizes, shape[-1])

@@ -7,8 +7,8 @@ PyTorch computes the step, and a dispatch mode looks on. Tensors are found by th
     a view      of one of these: the same memory, at another offset and other strides
     fresh       made of plain numbers alone (`torch.full`): a constant
 
-An op on something live or stored becomes an instruction, by `recipes`; one that has none refuses
-the model, and so does a tensor that is nothing of these.
+An op on something live or stored becomes an instruction, by `recipes`, or a call of PyTorch for
+which no recipe is needed. A tensor that is nothing of these refuses the model.
 """
 
 from __future__ import annotations
@@ -30,7 +30,17 @@ from ...cache import VQCache, VQCacheLayer
 from ...cache.argument import CACHE
 from ...cache.next_token import Slot, refusal, take
 from ...nn.embedding import VQEmbedding, VQTiedHead
-from ...ops.program import POSITION, TOKEN, Attention, Dense, Instruction, Operand, Program
+from ...ops.program import (
+    POSITION,
+    TOKEN,
+    Attention,
+    Call,
+    Dense,
+    Given,
+    Instruction,
+    Operand,
+    Program,
+)
 
 LARGEST = 1 << 20  # numbers that a model may compute from its parameters at every token
 FAR = 1 << 20  # tokens that the cache seems to hold, where masks of windows and of chunks hide some
@@ -128,13 +138,41 @@ class Recorder(TorchDispatchMode):
         if not func._schema.is_mutable and of_before and isinstance(out, Tensor | list | tuple):
             self.kept += results  # views
             return out
-        recipe = RECIPES.get(str(func))
-        if recipe is None:
-            raise Refused(f"no instruction computes {func}")
         if not any(self.is_live(x) for x in given) and sum(x.numel() for x in results) > LARGEST:
             raise Refused("the model computes a large weight at every token")
-        recipe(self, args, kwargs, out)
+        before, recipe = len(self.instructions), RECIPES.get(str(func))
+        if recipe is not None:
+            recipe(self, args, kwargs, out)
+        added = len(self.instructions) - before
+        call = self._call(func, args, kwargs, results) if added < 2 else None
+        if added == 0:
+            if call is None:
+                raise Refused(f"no instruction computes {func}")
+            self.emit("call", results[0], tuple(x for x in given if self.is_live(x)))
+        if call is not None:
+            self.instructions[-1] = self.instructions[-1]._replace(call=call)
         return out
+
+    def _call(
+        self, func: Any, args: tuple[Any, ...], options: dict[str, Any], results: list[Tensor]
+    ) -> Call | None:
+        """The call of PyTorch that just made these; None if it cannot be made again."""
+        if not _is_a_function(func, results):
+            return None
+
+        def given(x: Any) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            return Given(self.operand(x), x.dtype) if self.is_live(x) else self.constant(x)
+
+        lists = [x for x in (*args, *options.values()) if isinstance(x, (list, tuple))]
+        named = [x for x in options.values() if isinstance(x, Tensor)]
+        if any(isinstance(x, Tensor) for each in lists for x in each) or any(map(self.is_live, named)):
+            return None
+        if not self.is_live(results[0]):
+            self.live(results[0])
+        given_options = {name: given(x) for name, x in options.items()}
+        return Call(func, tuple(given(x) for x in args), given_options, self.operand(results[0]))
 
     # -- memory ----------------------------------------------------------------------------------
 
@@ -320,6 +358,17 @@ class _WindowAttention(TorchFunctionMode):
             scaling = query.shape[-1] ** -0.5 if scale is None else float(scale)
             recorder.attend(query, key, scaling, 0.0, out, rounded)
         return out
+
+
+def _is_a_function(func: Any, results: list[Tensor]) -> bool:
+    """True if an op's first result, floats, is made of its arguments alone."""
+    return (
+        not func._schema.is_mutable
+        and not str(func).startswith("hf_vq.kv_")  # of a cache, which is another one then
+        and torch.Tag.nondeterministic_seeded not in func.tags
+        and len(results) > 0
+        and results[0].dtype.is_floating_point
+    )
 
 
 def check_mask(mask: Tensor | None) -> None:
