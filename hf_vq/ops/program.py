@@ -14,7 +14,8 @@ Ops, and what they take beside operands of the result's shape:
     look_up                           row number `operand` of `Dense`
     dense codes                       the product of a `Dense` or a `Codes` with a row, plus a bias
     attention                         query, key, value [1, heads, dim] of the token in a layer
-    call                              what PyTorch itself computes: `Instruction.call`
+    call                              what PyTorch itself computes: `Instruction.call`, or attention
+                                      of query, key, value [1, heads, dim] over a window of floats
 """
 
 from __future__ import annotations
@@ -83,6 +84,40 @@ class Attention(NamedTuple):
     softcap: float
 
 
+class Form(NamedTuple):
+    """How a model asks PyTorch for attention over floats; other forms have other bits.
+
+    Args:
+        query: its shape, [1, heads, 1, dim] or [1, kv heads, group, dim].
+        repeats: of each head of the keys and values.
+        enable_gqa: of `scaled_dot_product_attention`.
+    """
+
+    query: tuple[int, ...]
+    repeats: int
+    enable_gqa: bool
+
+
+class FloatAttention(NamedTuple):
+    """Attention of one token over a window of floats, which takes the token first.
+
+    Args:
+        layer: its number.
+        window: tokens that a query sees at most, itself among them.
+        scale: of `scaled_dot_product_attention`.
+        dtype: of all tensors.
+        early: its form until the window is full.
+        full: its form then.
+    """
+
+    layer: int
+    window: int
+    scale: float | None
+    dtype: torch.dtype
+    early: Form
+    full: Form
+
+
 class Given(NamedTuple):
     """A tensor of a call: an operand, in the type that PyTorch had it in."""
 
@@ -95,8 +130,8 @@ class Call(NamedTuple):
 
     Args:
         op: of torch.ops.
-        args: tensors of the model, plain values, and `Given`.
-        options: likewise, without `Given`.
+        args: tensors of the model, plain values and `Given`.
+        options: tensors of the model and plain values.
         result: where the result goes, or the first one of several.
     """
 
@@ -114,7 +149,7 @@ class Instruction(NamedTuple):
     operands: tuple[Operand, ...]
     rounded: torch.dtype
     number: float = 0.0
-    detail: Dense | Codes | Attention | None = None
+    detail: Dense | Codes | Attention | FloatAttention | None = None
     call: Call | None = None
 
 

@@ -36,6 +36,8 @@ from ...ops.program import (
     Attention,
     Call,
     Dense,
+    FloatAttention,
+    Form,
     Given,
     Instruction,
     Operand,
@@ -58,12 +60,10 @@ class Numbers(NamedTuple):
     Args:
         inputs: None for constant operands.
         result: that it had.
-        rounded: what PyTorch may have rounded off in between.
     """
 
     inputs: tuple[Tensor | None, ...]
     result: Tensor
-    rounded: float = 0.0
 
 
 class Step(NamedTuple):
@@ -110,6 +110,7 @@ class Recorder(TorchDispatchMode):
         self.buffers: dict[int, int] = {}  # by address of the memory
         self.kept: list[Tensor] = []  # so that no address is used twice
         self.written: dict[int, _Written] = {}
+        self.windows: dict[int, int] = {}  # of layers, in tokens
         self.layers: dict[int, int] = {}  # by address of keys and values that attention reads
 
     def __torch_dispatch__(
@@ -167,7 +168,8 @@ class Recorder(TorchDispatchMode):
 
         lists = [x for x in (*args, *options.values()) if isinstance(x, (list, tuple))]
         named = [x for x in options.values() if isinstance(x, Tensor)]
-        if any(isinstance(x, Tensor) for each in lists for x in each) or any(map(self.is_live, named)):
+        of_lists = any(isinstance(x, Tensor) for each in lists for x in each)
+        if of_lists or any(map(self.is_live, named)):
             return None
         if not self.is_live(results[0]):
             self.live(results[0])
@@ -242,7 +244,6 @@ class Recorder(TorchDispatchMode):
         inputs: tuple[Tensor | None, ...],
         number: float = 0.0,
         detail: Any = None,
-        rounded: float = 0.0,
     ) -> None:
         """The same with operands that were found before."""
         if not self.is_live(result):
@@ -250,7 +251,7 @@ class Recorder(TorchDispatchMode):
         y = self.operand(result)
         dtype = result.dtype if result.dtype.is_floating_point else torch.float32
         self.instructions.append(Instruction(op, y, operands, dtype, float(number), detail))
-        self.numbers.append(Numbers(inputs, self.dense(result), rounded))
+        self.numbers.append(Numbers(inputs, self.dense(result)))
 
     # -- the cache -------------------------------------------------------------------------------
 
@@ -275,26 +276,25 @@ class Recorder(TorchDispatchMode):
                 self.operand(rows[0]), self.operand(rows[1]),
                 (self.dense(rows[0]), self.dense(rows[1])),
             )  # fmt: skip
+            self.windows[layer] = getattr(own, "sliding_window", None) or 0
             read = type(cache).update(cache, keys, values, layer)
             parts = (own.k.tail.data,) if isinstance(own, VQCacheLayer) else read
             self.layers |= {_memory(part): layer for part in parts}
             self.kept += parts
             return read
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        scaling: float,
-        softcap: float,
-        out: Tensor,
-        rounded: float = 0.0,
-    ) -> None:
-        """Attention of the token in the layer that has these keys."""
+    def _written_by(self, key: Tensor) -> tuple[int, _Written]:
+        """The layer that has these keys, and the token's own in it, which now have their query."""
         layer = self.layers.get(_memory(key))
         if layer is None or layer not in self.written:
             raise Refused("attention reads a layer that another one has written")
-        key_row, value_row, numbers = self.written.pop(layer)
+        return layer, self.written.pop(layer)
+
+    def attend(
+        self, query: Tensor, key: Tensor, scaling: float, softcap: float, out: Tensor
+    ) -> None:
+        """Attention of the token over codes, in the layer that has these keys."""
+        layer, (key_row, value_row, numbers) = self._written_by(key)
         self.live(out)
         rows = self._rows(query)
         self.add(
@@ -303,7 +303,22 @@ class Recorder(TorchDispatchMode):
             (self.operand(rows), key_row, value_row),
             (self.dense(rows), *numbers),
             detail=Attention(layer, scaling, softcap),
-            rounded=rounded,
+        )
+
+    def attend_floats(
+        self, query: Tensor, key: Tensor, scale: float | None, enable_gqa: bool, out: Tensor
+    ) -> None:
+        """Attention of the token over floats, in the layer that has these keys: PyTorch's own."""
+        layer, (key_row, value_row, numbers) = self._written_by(key)
+        self.live(out)
+        rows, repeats = self._rows(query), key.shape[1] // key_row.shape[1]
+        form = Form(tuple(query.shape), repeats, enable_gqa)
+        self.add(
+            "call",
+            self._rows(out),
+            (self.operand(rows), key_row, value_row),
+            (self.dense(rows), *numbers),
+            detail=FloatAttention(layer, self.windows[layer], scale, query.dtype, form, form),
         )
 
     def _rows(self, x: Tensor) -> Tensor:
@@ -315,7 +330,7 @@ class Recorder(TorchDispatchMode):
 
 
 class _WindowAttention(TorchFunctionMode):
-    """`scaled_dot_product_attention` over a layer of floats, as an instruction."""
+    """`scaled_dot_product_attention` over a layer of floats, as a call."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -352,11 +367,7 @@ class _WindowAttention(TorchFunctionMode):
             out = functional.scaled_dot_product_attention(
                 query, key, value, scale=scale, enable_gqa=enable_gqa
             ).contiguous()
-            # Weights have the type of the values in PyTorch: sum_j |w_j - rounded w_j| |v_j|
-            eps = 0.0 if out.dtype is torch.float32 else torch.finfo(out.dtype).eps
-            rounded = eps * float(value.abs().max())
-            scaling = query.shape[-1] ** -0.5 if scale is None else float(scale)
-            recorder.attend(query, key, scaling, 0.0, out, rounded)
+            recorder.attend_floats(query, key, scale, enable_gqa, out)
         return out
 
 
@@ -379,15 +390,17 @@ def check_mask(mask: Tensor | None) -> None:
             raise Refused("attention with a mask has no instruction")
 
 
-def trace(model: PreTrainedModel, cache: VQCache, token: int, position: int | None) -> Step:
+def trace(
+    model: PreTrainedModel, cache: VQCache, token: int, position: int | None, held: int | None
+) -> Step:
     """Trace one step; the cache takes the token.
 
     Args:
         model: in eval mode.
         cache: that a prompt has filled.
         token: its number.
-        position: of the token; None = the one after those in the cache. With a position the model
-            is told that the cache holds `FAR` tokens.
+        position: of the token; None = the one after those in the cache.
+        held: how many tokens the model is told that the cache holds; None = as many as it does.
 
     Raises:
         Refused: the step is no program.
@@ -403,10 +416,12 @@ def trace(model: PreTrainedModel, cache: VQCache, token: int, position: int | No
         return recorder.update(cache, slots, keys, values, layer)
 
     claims: dict[str, Any] = {"update": update}
-    if position is not None:
+    if held is not None:
         claims |= {
-            "get_seq_length": lambda *args, **kwargs: FAR,
-            "get_mask_sizes": lambda queries, layer, **kwargs: _far(cache, int(queries), layer),
+            "get_seq_length": lambda *args, **kwargs: held,
+            "get_mask_sizes": lambda queries, layer, **kwargs: _as_if(
+                held, cache.layers[layer], int(queries)
+            ),
         }
     cache.__dict__.update(claims)
     try:
@@ -432,11 +447,10 @@ def trace(model: PreTrainedModel, cache: VQCache, token: int, position: int | No
     return Step(program, recorder.numbers, slots, type(out), logits.shape)
 
 
-def _far(cache: VQCache, queries: int, layer: int) -> tuple[int, int]:
-    """`get_mask_sizes` of a layer that holds `FAR` tokens, or the last ones of them."""
-    own: Any = cache.layers[layer]
-    past = own.sliding_window - 1 if own.is_sliding else FAR
-    return past + queries, FAR - past
+def _as_if(held: int, layer: Any, queries: int) -> tuple[int, int]:
+    """`get_mask_sizes` of a layer that holds so many tokens, or the last ones of them."""
+    past = min(layer.sliding_window - 1, held) if layer.is_sliding else held
+    return past + queries, held - past
 
 
 @contextmanager

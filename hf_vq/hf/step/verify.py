@@ -4,6 +4,7 @@ difference   two traces, of other tokens at other positions, are one program: no
              taken from the token, its position or the length of the cache
 compare      each instruction, given what PyTorch gave its own ops, computes the same bits: one that
              does not becomes a call of PyTorch
+whole        the program of both traces
 
 PyTorch's sums and functions have an order and polynomials of their own, which depend on its version
 and the processor. The library's equal those of the machines that we know; `compare` finds out on
@@ -17,10 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ops.program import Call, Codes, Dense, Given, Instruction, Operand, Program
-from .trace import Numbers, Refused, Step
+from ...ops.program import Call, Codes, Dense, FloatAttention, Given, Instruction, Operand, Program
+from .trace import Refused, Step
 
-_SUMS = 2e-5  # of the largest result: sums in float32 have another order
 _SAMPLED = {"mean", "silu"}  # compared on more numbers than those of a trace
 _SAMPLES = 1 << 16  # numbers of float32 that are compared
 
@@ -60,6 +60,8 @@ def _same_detail(a: Any, b: Any) -> bool:
             _same_tensor(x, y) if isinstance(x, Tensor) else x == y
             for x, y in zip(a, b, strict=True)
         )
+    if isinstance(a, FloatAttention):  # forms are those of two lengths
+        return a._replace(early=b.early, full=b.full) == b
     return bool(a == b)
 
 
@@ -88,54 +90,59 @@ def _same_tensor(a: Tensor | None, b: Tensor | None) -> bool:
     return alike and (a.data_ptr() == b.data_ptr() or torch.equal(a, b))
 
 
-def compare(step: Step, compiled: Any) -> str | None:
-    """Run each instruction of a step that was just traced on PyTorch's own numbers, and make those
-    calls of PyTorch that compute other bits.
+def compare(step: Step, compiled: Any) -> set[int]:
+    """Run each instruction of a step that was just traced on PyTorch's own numbers.
 
     Args:
         step: whose cache has taken no other token since.
         compiled: its program, as a backend runs it.
 
     Returns:
-        The first instruction that computes other bits, to two units in the last place, and that no
-        call can replace; None if there is none.
+        The numbers of those that compute other bits, which are calls of PyTorch from now on.
 
     Raises:
-        Refused: a result differs by more.
+        Refused: one of them cannot be a call.
     """
     for layer, place in step.slots.items():
         compiled.bind(layer, place.view, place[1:])
     compiled.check()
-    inexact, known = None, {}  # type: ignore[var-annotated]
+    known: dict[Any, bool] = {}
+    calls = set()
     for index, (one, numbers) in enumerate(
         zip(step.program.instructions, step.numbers, strict=True)
     ):
+        exact = True
         if one.op in _SAMPLED and one.call is not None:
             alike = one.op, one.rounded, one.result.shape, one.operands[0].shape
             if alike not in known:
                 known[alike] = _equal_on_samples(index, one, compiled)
-            if not known[alike]:
-                compiled.call(index)
-        found, wanted = compiled.run_one(index, numbers.inputs), numbers.result
-        if not _same_bits(found, wanted) and one.call is not None:
-            compiled.call(index)
-            found = compiled.run_one(index, numbers.inputs)
-        if not _same_bits(found, wanted):
-            if not _within_rounding(found, numbers, one):
-                raise Refused(f"{one.op} computes other numbers than the model{_where(one)}")
-            inexact = inexact or f"{one.op} rounds otherwise than PyTorch{_where(one)}"
-    return inexact
+            exact = known[alike]
+        if exact and _same_bits(compiled.run_one(index, numbers.inputs), numbers.result):
+            continue
+        if one.call is None:
+            raise Refused(f"{one.op} computes other numbers than the model{_where(one)}")
+        compiled.call(index)
+        if not _same_bits(compiled.run_one(index, numbers.inputs), numbers.result):
+            raise Refused(f"{one.call.op} computes other numbers at every call")
+        calls.add(index)
+    return calls
+
+
+def whole(early: Program, late: Program, calls: set[int]) -> Program:
+    """The program of two that are the same: one with these calls, and the forms of both lengths."""
+
+    def merged(index: int, one: Instruction) -> Instruction:
+        other = late.instructions[index].detail
+        if isinstance(one.detail, FloatAttention) and isinstance(other, FloatAttention):
+            return one._replace(detail=one.detail._replace(full=other.full))
+        return one._replace(op="call", detail=None) if index in calls else one
+
+    both = (merged(index, one) for index, one in enumerate(early.instructions))
+    return early._replace(instructions=tuple(both))
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
     return bool(((a == b) | (a.isnan() & b.isnan())).all())
-
-
-def _within_rounding(found: Tensor, numbers: Numbers, one: Instruction) -> bool:
-    wanted = numbers.result
-    size = wanted.abs()
-    bound = 2 * torch.finfo(one.rounded).eps * size + _SUMS * size.max() + numbers.rounded
-    return bool(((found - wanted).abs() <= bound).all())
 
 
 def _equal_on_samples(index: int, one: Instruction, compiled: Any) -> bool:
