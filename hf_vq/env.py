@@ -95,7 +95,7 @@ NATIVE_STEP = Variable(
     "HF_VQ_NATIVE_STEP",
     "auto",
     "On a CPU, a token of `generate` over a `VQCache` is one call of the library. `auto`: once a "
-    "model was asked for 48 tokens. `1`: from the first one on. `0`: never.",
+    "model was asked for 48 tokens. `1`: at once. `0`: never.",
     choice,
 )
 NO_NATIVE = Variable(
