@@ -128,6 +128,8 @@ class Recorder(TorchDispatchMode):
             self.layers[_memory(out)] = layer  # heads that are repeated for groups of queries
             self.kept.append(out)
             return out
+        if any(_memory(x) in self.layers for x in given) and not _is_of_caches(func):
+            raise Refused("the model computes with keys or values of older tokens")
         if not any(self.is_live(x) or self.is_stored(x) for x in given):
             if func is not _LIFT:  # of a tensor that was made of Python's numbers just now
                 for x in given:
@@ -371,14 +373,18 @@ class _WindowAttention(TorchFunctionMode):
         return out
 
 
+def _is_of_caches(func: Any) -> bool:
+    return str(func).startswith("hf_vq.kv_")
+
+
 def _is_a_function(func: Any, results: list[Tensor]) -> bool:
-    """True if an op's first result, floats, is made of its arguments alone."""
+    """True if an op's results are floats, made of its arguments alone."""
     return (
         not func._schema.is_mutable
-        and not str(func).startswith("hf_vq.kv_")  # of a cache, which is another one then
+        and not _is_of_caches(func)  # a program has another one
         and torch.Tag.nondeterministic_seeded not in func.tags
         and len(results) > 0
-        and results[0].dtype.is_floating_point
+        and all(x.dtype.is_floating_point for x in results)
     )
 
 
