@@ -93,9 +93,9 @@ FUSED_INPUTS = Variable(
 )
 NATIVE_STEP = Variable(
     "HF_VQ_NATIVE_STEP",
-    "0",
-    "`1`: on a CPU, a token of `generate` over a `VQCache` is one call of the library; `auto`: "
-    "from 128 new tokens on.",
+    "auto",
+    "On a CPU, a token of `generate` over a `VQCache` is one call of the library. `auto`: once a "
+    "model was asked for 48 tokens. `1`: at once. `0`: never.",
     choice,
 )
 NO_NATIVE = Variable(

@@ -69,3 +69,7 @@ devices torch allocates them. The CPU's uses huge pages, which PyTorch cannot re
 
 STEPS = {"cpu": "backends.cpu.step:CompiledStep"}
 """What runs an `ops.program.Program`, by device type; it may refuse with a VQBackendError."""
+
+HEADS = {"cpu": "backends.cpu.step:head"}
+"""What multiplies rows of int8 (`formats.integers`) with one row x, by device type: it returns None
+where it does not run."""

@@ -5,16 +5,28 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ..dispatch.entry import load
+from ..dispatch.table import HEADS
 from ..errors import VQConfigError
 from ..formats.integers import decode_rows, encode_rows, row_bytes
+from ..ops.library import autocasts, is_plain_eager
 from .quantized_module import mark_initialized
 
 _ROWS = 8192  # of the vocabulary, that a head decodes at a time
 
 
 def head_product(x: Tensor, rows: Tensor, kind: str) -> Tensor:
-    """x E^T with E in `rows`, uint8 [num_embeddings, row_bytes], in the dtype of `x`."""
+    """x E^T with E in `rows`, uint8 [num_embeddings, row_bytes], in the dtype of `x`.
+
+    One row of inputs is multiplied without decoding, where `dispatch.HEADS` has what does it.
+    """
     width = x.shape[-1]
+    if kind == "int8" and x.numel() == width and x.device.type in HEADS:
+        y: Tensor | None = None
+        if is_plain_eager(x) and not autocasts(x.device):
+            y = load(HEADS[x.device.type])(x, rows)
+        if y is not None:
+            return y
     parts = (decode_rows(part, kind, width).to(x.dtype) for part in rows.split(_ROWS))
     return torch.cat([nn.functional.linear(x, part) for part in parts], -1)
 

@@ -8,28 +8,28 @@ token: its buffers are numbered, and the layers of the cache too.
 
 Ops, and what they take beside operands of the result's shape:
 
-    copy negate abs square cube sqrt rsqrt reciprocal exp tanh sigmoid silu gelu gelu_tanh relu cos
-    sin                               one
-    add subtract multiply divide maximum minimum       two, or one and `number`
+    copy negate abs square cube sqrt rsqrt reciprocal silu relu       one
+    add subtract multiply divide maximum minimum                      two, or one and `number`
     mean                              over the last dimension, which the result has not
-    rms_norm layer_norm               a row, weight and bias; epsilon is `number`
     look_up                           row number `operand` of `Dense`
     dense codes                       the product of a `Dense` or a `Codes` with a row, plus a bias
     attention                         query, key, value [1, heads, dim] of the token in a layer
+    call                              what PyTorch itself computes: `Instruction.call`, or attention
+                                      of query, key, value [1, heads, dim] over a window of floats
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 OPS = (
-    "copy", "negate", "abs", "square", "cube", "sqrt", "rsqrt", "reciprocal", "exp", "tanh",
-    "sigmoid", "silu", "gelu", "gelu_tanh", "relu", "cos", "sin", "add", "subtract", "multiply",
-    "divide", "maximum", "minimum", "mean", "rms_norm", "layer_norm", "look_up", "dense", "codes",
-    "attention",
+    "copy", "negate", "abs", "square", "cube", "sqrt", "rsqrt", "reciprocal", "silu", "relu", "add",
+    "subtract", "multiply", "divide", "maximum", "minimum", "mean", "look_up", "dense", "codes",
+    "attention", "call",
 )  # fmt: skip
 
 
@@ -52,7 +52,7 @@ class Operand(NamedTuple):
 
 
 class Dense(NamedTuple):
-    """A matrix.
+    """A matrix: floats are looked up only, since PyTorch's order of sums is nobody else's.
 
     Args:
         tensor: [out, in] floats of any strides; with `kind`, uint8 rows (`formats.integers`).
@@ -84,15 +84,73 @@ class Attention(NamedTuple):
     softcap: float
 
 
+class Form(NamedTuple):
+    """How a model asks PyTorch for attention over floats; other forms have other bits.
+
+    Args:
+        query: its shape, [1, heads, 1, dim] or [1, kv heads, group, dim].
+        repeats: of each head of the keys and values.
+        enable_gqa: of `scaled_dot_product_attention`.
+    """
+
+    query: tuple[int, ...]
+    repeats: int
+    enable_gqa: bool
+
+
+class FloatAttention(NamedTuple):
+    """Attention of one token over a window of floats, which takes the token first.
+
+    Args:
+        layer: its number.
+        window: tokens that a query sees at most, itself among them.
+        scale: of `scaled_dot_product_attention`.
+        dtype: of all tensors.
+        early: its form until the window is full.
+        full: its form then.
+    """
+
+    layer: int
+    window: int
+    scale: float | None
+    dtype: torch.dtype
+    early: Form
+    full: Form
+
+
+class Given(NamedTuple):
+    """A tensor of a call: an operand, in the type that PyTorch had it in."""
+
+    operand: Operand
+    dtype: torch.dtype
+
+
+class Call(NamedTuple):
+    """An op of PyTorch's that has the same result as an instruction: result = op(*args, **options).
+
+    Args:
+        op: of torch.ops.
+        args: tensors of the model, plain values and `Given`.
+        options: tensors of the model and plain values.
+        result: where the result goes, or the first one of several.
+    """
+
+    op: Callable[..., Any]
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+    result: Operand
+
+
 class Instruction(NamedTuple):
-    """result = op(operands)."""
+    """result = op(operands), and the call of PyTorch that it stands for."""
 
     op: str
     result: Operand
     operands: tuple[Operand, ...]
     rounded: torch.dtype
     number: float = 0.0
-    detail: Dense | Codes | Attention | None = None
+    detail: Dense | Codes | Attention | FloatAttention | None = None
+    call: Call | None = None
 
 
 class Program(NamedTuple):

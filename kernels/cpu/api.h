@@ -8,7 +8,7 @@
 #pragma once
 #include <stdint.h>
 
-#define HF_VQ_ABI_VERSION 9
+#define HF_VQ_ABI_VERSION 10
 
 #if defined(_WIN32)
 #define HF_VQ_API extern "C" __declspec(dllexport)
@@ -194,9 +194,8 @@ HF_VQ_API int hf_vq_attention(const hf_vq_attention_step* step);
 // One token of one sequence as a program: hf_vq/ops/program.py says what instructions mean, and who makes them.
 enum hf_vq_op {
   HF_VQ_COPY, HF_VQ_NEGATE, HF_VQ_ABS, HF_VQ_SQUARE, HF_VQ_CUBE, HF_VQ_SQRT, HF_VQ_RSQRT, HF_VQ_RECIPROCAL,
-  HF_VQ_EXP, HF_VQ_TANH, HF_VQ_SIGMOID, HF_VQ_SILU, HF_VQ_GELU, HF_VQ_GELU_TANH, HF_VQ_RELU, HF_VQ_COS, HF_VQ_SIN,
-  HF_VQ_ADD, HF_VQ_SUBTRACT, HF_VQ_MULTIPLY, HF_VQ_DIVIDE, HF_VQ_MAXIMUM, HF_VQ_MINIMUM,
-  HF_VQ_MEAN, HF_VQ_RMS_NORM, HF_VQ_LAYER_NORM, HF_VQ_LOOK_UP, HF_VQ_DENSE, HF_VQ_CODES, HF_VQ_ATTENTION,
+  HF_VQ_SILU, HF_VQ_RELU, HF_VQ_ADD, HF_VQ_SUBTRACT, HF_VQ_MULTIPLY, HF_VQ_DIVIDE, HF_VQ_MAXIMUM, HF_VQ_MINIMUM,
+  HF_VQ_MEAN, HF_VQ_LOOK_UP, HF_VQ_DENSE, HF_VQ_CODES, HF_VQ_ATTENTION, HF_VQ_CALL,
   HF_VQ_NUM_OPS
 };
 
@@ -210,18 +209,24 @@ typedef struct hf_vq_operand {
 typedef struct hf_vq_instruction {
   hf_vq_operand y, a, b, c;  // y is float32, but of HF_VQ_COPY, which writes any
   int64_t size[3];           // of y
-  void* detail;              // hf_vq_dense, hf_vq_matrix or hf_vq_token, by the op
-  float number;              // in the place of b; epsilon of a norm
+  void* detail;              // hf_vq_dense, hf_vq_matrix, hf_vq_token or hf_vq_call, by the op
+  float number;              // in the place of b
   int32_t op;                // enum hf_vq_op
   int32_t rounded;           // the float type to which results are rounded
 } hf_vq_instruction;
 
-// A dense matrix [out, in]: multiplied, or rows of it looked up.
+// A dense matrix [out, in]: rows of it are looked up; if it is of integers, it is multiplied too.
 typedef struct hf_vq_dense {
   const void* data;
   int64_t out, in, out_stride, in_stride;  // one of the strides is 1
   int32_t dtype;             // a float type, or HF_VQ_INT8: rows of hf_vq/formats/integers.py, out_stride bytes apart
 } hf_vq_dense;
+
+// What the caller computes, between two instructions and in the calling thread. Not HF_VQ_OK ends the step.
+typedef struct hf_vq_call {
+  int (*run)(int64_t number);
+  int64_t number;
+} hf_vq_call;
 
 // A layer of a growing cache, of one sequence, that takes one token.
 typedef struct hf_vq_token {

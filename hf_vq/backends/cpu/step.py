@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from ...codegen.packed import FLOAT, INT32, INT64, POINTER, Packed
 from ...errors import VQBackendError
@@ -19,8 +21,11 @@ from ...ops.program import (
     POSITION,
     TOKEN,
     Attention,
+    Call,
     Codes,
     Dense,
+    FloatAttention,
+    Given,
     Instruction,
     Operand,
     Program,
@@ -42,13 +47,16 @@ LAYER = Packed([
     ("heads group length coded begin end k_end v_end window keep", INT64),
     ("scaling softcap", FLOAT),
 ])  # fmt: skip
-"""Structs of kernels/cpu/api.h: hf_vq_operand, hf_vq_instruction, hf_vq_dense, hf_vq_token."""
+CALL = Packed([("run", POINTER), ("number", INT64)])
+"""Structs of kernels/cpu/api.h: hf_vq_operand, hf_vq_instruction, hf_vq_dense, hf_vq_token,
+hf_vq_call."""
 
 _INT8 = 4  # enum hf_vq_dtype
 _NUMBER = {op: number for number, op in enumerate(OPS)}
 _NOTHING = (0, 0, 0, 0, 0)
 _LINE = 16  # numbers of a cache line: buffers begin at one
 _WHOLE_ROWS = {"dense", "codes"}
+_CALLBACK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64)
 
 
 class CompiledStep:
@@ -71,13 +79,12 @@ class CompiledStep:
         self._places, size = _place(program)
         self._memory = torch.full((size,), math.nan, dtype=torch.float32)
         self._layers = [ctypes.create_string_buffer(LAYER.size) for _ in range(layers)]
-        self._counts = [
-            [ctypes.c_int64.from_buffer(each, LAYER.offset(name)) for name in ("length", "begin")]
-            for each in self._layers
-        ]
         self._kept: list[Any] = [[] for _ in range(layers)]
         self._shape: dict[int, tuple[tuple[int, int, int], int, float, float]] = {}
+        self._floats: dict[int, _Floats] = {}
         self._details: list[Any] = []
+        self._calls = _Calls()
+        self._callback = _CALLBACK(self._calls)
         shown = Operand(program.logits.shape, _dense_stride(program.logits.shape))
         last = Instruction("copy", shown, (program.logits,), torch.float32)
         packed = [self._packed(each) for each in (*program.instructions, last)]
@@ -97,6 +104,8 @@ class CompiledStep:
 
     def _packed(self, one: Instruction) -> bytes:
         result, operands = one.result, one.operands
+        if one.op == "call":
+            return self._packed_call(one)
         of_row: list[tuple[int, ...]]
         if one.op in _WHOLE_ROWS:
             size, strides = _row(result, one)
@@ -151,9 +160,53 @@ class CompiledStep:
             if not made.has_kernel:
                 raise VQBackendError(f"{scheme.notation()} has no kernel that multiplies with it")
         else:
+            assert isinstance(detail, Dense)
             made = ctypes.create_string_buffer(_dense(detail), DENSE.size)
         self._details.append(made)
         return ctypes.addressof(made)
+
+    def _packed_call(self, one: Instruction) -> bytes:
+        """An instruction that PyTorch computes: the library itself reads and writes nothing."""
+        if isinstance(one.detail, FloatAttention):
+            rows = [self._numbers(x) for x in (*one.operands, one.result)]
+            self._floats[one.detail.layer] = floats = _Floats(one.detail, rows)
+            number = self._calls.add(floats.attend)
+        else:
+            assert one.call is not None
+            number = self._calls.add(self._in_torch(one.call))
+        run = ctypes.cast(self._callback, ctypes.c_void_p).value
+        made = ctypes.create_string_buffer(CALL.pack(run, number), CALL.size)
+        self._details.append(made)
+        somewhere = self._memory.data_ptr(), 0, 0, 1, 0
+        return INSTRUCTION.pack(
+            *somewhere, *somewhere, *_NOTHING, *_NOTHING, 1, 1, 1, ctypes.addressof(made), 0.0,
+            _NUMBER["call"], 0,
+        )  # fmt: skip
+
+    def _in_torch(self, call: Call) -> Callable[[], None]:
+        """A call of PyTorch between the buffers."""
+        args, makers = [*call.args], []
+        for index, x in enumerate(call.args):
+            if isinstance(x, Given):
+                args[index] = numbers = self._numbers(x.operand)
+                if x.dtype is not torch.float32:
+                    makers.append((index, partial(numbers.to, x.dtype)))
+        op, options, result = call.op, call.options, self._numbers(call.result)
+
+        def run() -> None:
+            given = [*args]
+            for index, make in makers:
+                given[index] = make()
+            out = op(*given, **options)
+            result.copy_(out[0] if type(out) is tuple else out)
+
+        return run
+
+    def call(self, index: int) -> None:
+        """Leave an instruction to PyTorch from now on."""
+        one = self.program.instructions[index]._replace(op="call")
+        at = self._address + INSTRUCTION.size * index
+        ctypes.memmove(at, self._packed_call(one), INSTRUCTION.size)
 
     # -- running ---------------------------------------------------------------------------------
 
@@ -165,6 +218,8 @@ class CompiledStep:
             view: `recent` are the whole memories of the tails.
             counts: length, coded, begin, end, key_end, value_end, window, keep.
         """
+        if layer in self._floats:
+            return self._floats[layer].bind(view, *counts[2:4])
         if layer not in self._shape:
             return False
         sizes, group, scaling, softcap = self._shape[layer]
@@ -184,10 +239,8 @@ class CompiledStep:
         return True
 
     def forget(self, layer: int) -> None:
-        """Let a layer without codes begin one token later."""
-        length, begin = self._counts[layer]
-        length.value -= 1
-        begin.value += 1
+        """Let a layer of floats begin one token later."""
+        self._floats[layer].begin += 1
 
     def check(self) -> None:
         """Ask the library whether it runs the program, after all layers were bound.
@@ -213,7 +266,10 @@ class CompiledStep:
         self._out.value = out.data_ptr()
         status = self._run(self._address, self._count)
         if status != native.OK:
+            self._calls.check()
             native.check(status, "step")
+        for each in self._floats.values():
+            each.end += 1
 
     def run_one(self, index: int, inputs: Sequence[Tensor | None]) -> Tensor:
         """Run one instruction on numbers that are given, for comparisons.
@@ -224,16 +280,122 @@ class CompiledStep:
         Returns:
             float32 [shape of the result].
         """
+        one = self._given(index, inputs)
+        status = self._run(self._address + INSTRUCTION.size * index, 1)
+        self._calls.check()
+        native.check(status, "step")
+        return self._numbers(one.result).clone()
+
+    def call_one(self, index: int, inputs: Sequence[Tensor | None]) -> Tensor:
+        """What PyTorch computes in the place of an instruction: the same arguments and result."""
+        one = self._given(index, inputs)
+        assert one.call is not None
+        self._in_torch(one.call)()
+        return self._numbers(one.result).clone()
+
+    def _given(self, index: int, inputs: Sequence[Tensor | None]) -> Instruction:
+        """An instruction whose operands now have these numbers."""
         one = self.program.instructions[index]
         for operand, numbers in zip(one.operands, inputs, strict=True):
             if operand.tensor is None and numbers is not None:
                 once = tuple(slice(1) if step == 0 else slice(None) for step in operand.stride)
                 self._numbers(operand)[once].copy_(numbers[once])
-        native.check(self._run(self._address + INSTRUCTION.size * index, 1), "step")
-        return self._numbers(one.result).clone()
+        return one
 
     def _numbers(self, x: Operand) -> Tensor:
         return self._memory.as_strided(x.shape, x.stride, self._places[x.buffer] + x.offset)
+
+
+def head(x: Tensor, rows: Tensor) -> Tensor | None:
+    """x E^T as `Program`s compute it, in the dtype of x.
+
+    Args:
+        x: one row of any shape [.., features].
+        rows: E, uint8 [n, features + 2], as `formats.integers` stores int8.
+
+    Returns:
+        [.., n]; None if the library does not run.
+    """
+    library, features = native.load(), x.shape[-1]
+    if library is None or x.dtype not in native.DTYPES or rows.stride(1) != 1:
+        return None
+    given, out = x.detach().float().contiguous(), torch.empty(len(rows))
+    matrix_ = ctypes.create_string_buffer(_dense(Dense(rows, "int8", features)), DENSE.size)
+    row = [(each.data_ptr(), 0, 0, 1, 0) for each in (out, given)]
+    instruction = ctypes.create_string_buffer(
+        INSTRUCTION.pack(
+            *row[0], *row[1], *_NOTHING, *_NOTHING, 1, 1, len(rows), ctypes.addressof(matrix_), 0.0,
+            _NUMBER["dense"], native.DTYPES[x.dtype],
+        ),
+        INSTRUCTION.size,
+    )  # fmt: skip
+    if library.hf_vq_step(instruction, 1) != native.OK:
+        return None
+    return out.to(x.dtype).view(*x.shape[:-1], len(rows))
+
+
+class _Calls:
+    """What PyTorch computes in a step, by number, as the library calls it."""
+
+    def __init__(self) -> None:
+        self._made: list[Callable[[], None]] = []
+        self._error: BaseException | None = None
+
+    def add(self, call: Callable[[], None]) -> int:
+        """The number of one more."""
+        self._made.append(call)
+        return len(self._made) - 1
+
+    def __call__(self, number: int) -> int:
+        try:
+            self._made[number]()
+        except BaseException as error:  # it may not pass through C: `check` raises it
+            self._error = error
+            return native.UNSUPPORTED
+        return native.OK
+
+    def check(self) -> None:
+        """Raise what the last call raised."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+
+class _Floats:
+    """A layer of floats: two memories whose tokens lie at [begin .. end), and PyTorch's attention.
+
+    Args:
+        detail: of the instruction.
+        rows: query, key, value and result [1, heads, dim] of the token.
+    """
+
+    def __init__(self, detail: FloatAttention, rows: Sequence[Tensor]) -> None:
+        self.detail = detail
+        query, *self._new, self._result = rows
+        self._query = {form: query.view(form.query) for form in (detail.early, detail.full)}
+        self._memory: tuple[Tensor, ...] = ()
+        self.begin = self.end = 0
+
+    def bind(self, view: KVCacheView, begin: int, end: int) -> bool:
+        """Take a place; False if its heads are not the program's."""
+        self._memory, self.begin, self.end = (view.key.recent, view.value.recent), begin, end
+        held = [(x.shape[1], x.shape[3], x.dtype) for x in self._memory]
+        return held == [(*x.shape[1:], self.detail.dtype) for x in self._new]
+
+    def attend(self) -> None:
+        """Write the token behind the others, and attend."""
+        detail, tokens = self.detail, self.end + 1 - self.begin
+        form = detail.full if tokens >= detail.window else detail.early
+        for memory, row in zip(self._memory, self._new, strict=True):
+            memory.select(2, self.end).copy_(row)
+        key, value = (each.narrow(2, self.begin, tokens) for each in self._memory)
+        if form.repeats > 1:
+            key, value = (each.repeat_interleave(form.repeats, 1) for each in (key, value))
+        out = scaled_dot_product_attention(
+            self._query[form].to(detail.dtype), key, value, scale=detail.scale,
+            enable_gqa=form.enable_gqa,
+        )  # fmt: skip
+        self._result.copy_(out.reshape(self._result.shape))
 
 
 def _dense_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -275,8 +437,7 @@ def _elements(
 ) -> tuple[tuple[int, int, int], list[tuple[int, ...]]]:
     """Sizes and strides of what is read element by element, or along the last dimension."""
     shape, strides = operands[0].shape, [each.stride for each in (result, *operands)]
-    along = one.op in ("mean", "rms_norm", "layer_norm")
-    if along:  # the last dimension stays what it is
+    if one.op == "mean":  # the last dimension stays what it is
         last = [stride[-1] for stride in strides]
         sizes, merged_ = merged(shape[:-1], tuple(stride[:-1] for stride in strides))
         sizes = (*sizes, shape[-1])

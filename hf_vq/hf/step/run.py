@@ -25,13 +25,13 @@ from ...dispatch.entry import load
 from ...errors import VQBackendError
 from ...ops.library import autocasts, is_plain_eager
 from .snapshot import Snapshot, problem
-from .trace import Refused, Step, trace
-from .verify import compare, difference
+from .trace import FAR, Refused, Step, trace
+from .verify import compare, difference, whole
 
 _ATTRIBUTE = "_hf_vq_step"
 _KEPT = 4  # programs of a model
 _POSITION = 1000  # to look at next to those of the prompt
-_PAYS = 128  # tokens: a step is traced, and run as a program, in calls of `generate` for as many
+_PAYS = 48  # tokens whose savings pay for tracing a step
 _CHANGES = 3  # programs in a row that were of no use: no more are made
 _CHANGING = "the model changes again and again"
 _SINKS, _WINDOW = 4, 4  # at most, of the cache that a step is traced on
@@ -79,24 +79,29 @@ class Forward:
 def install(model: PreTrainedModel, cache: VQCache, new: int) -> None:
     """Let a model on a CPU run its decoding steps over a `VQCache` as programs.
 
-    Whether it does depends on nothing that happened before: the same call gives the same tokens.
+    By default it does once it was asked for as many tokens as pay for tracing a step. Programs
+    compute the bits of PyTorch, so no text depends on when that is.
 
     Args:
         cache: of a call of `generate`.
         new: tokens that it makes at most.
     """
     wanted = env.NATIVE_STEP.get()
-    pays = wanted == "1" or (wanted == "auto" and new >= _PAYS)
-    if pays and "forward" not in model.__dict__ and model.device.type == "cpu":
+    if wanted == "0" or model.device.type != "cpu":
+        return
+    steps = _steps_of(model)
+    steps.asked += new
+    pays = wanted == "1" or steps.asked >= _PAYS
+    if pays and "forward" not in model.__dict__:
         patches.override(model, "forward", Forward(model))
     if type(model.__dict__.get("forward")) is Forward:
-        _steps_of(model).begin(cache, pays)
+        steps.begin(cache, pays)
 
 
 def when() -> str:
-    """In which calls of `generate` the decoding steps of a model run as programs."""
+    """When the decoding steps of a model run as programs."""
     wanted = env.NATIVE_STEP.get()
-    return "" if wanted == "1" else f", in calls for {_PAYS} new tokens or more"
+    return "" if wanted == "1" else f", once the model was asked for {_PAYS} tokens"
 
 
 def why_not(model: PreTrainedModel, cache: VQCache) -> str | None:
@@ -166,6 +171,7 @@ class _Steps:
         self.refused: dict[Any, str] = {}  # until `generate` is called again
         self.lock = threading.Lock()
         self.long: weakref.WeakSet[VQCache] = weakref.WeakSet()  # caches of calls that pay for it
+        self.asked = 0  # tokens, by all calls of `generate`
         self.changes = 0  # programs in a row that a change of the model ended before they paid
 
     def __reduce__(self) -> Any:
@@ -303,17 +309,27 @@ def _traced(model: PreTrainedModel, cache: VQCache) -> _Native:
             raise Refused(f"a layer of the cache is a {type(layer).__name__}")
     type(model).forward(model, input_ids=prompt[:, :-2], use_cache=True, **{CACHE: own})
     one, other = (int(token) for token in prompt[0, -2:])
-    step = trace(model, own, one, None)
-    compiled = load(dispatch.STEPS["cpu"])(step.program, len(own.layers))
-    compare(step, compiled)
-    text = model.config.get_text_config(decoder=True)
-    limit = getattr(text, "max_position_embeddings", None) or _POSITION + 1
-    again = trace(model, own, other, min(_POSITION, limit - 1))
+    compile_ = load(dispatch.STEPS["cpu"])
+    early, far = _lengths(own, model)
+    step = trace(model, own, one, early, early)
+    calls = compare(step, compile_(step.program, len(own.layers)))
+    again = trace(model, own, other, far, FAR)
     reason = difference(step.program, again.program)
     if reason is not None:
         raise Refused(reason)
-    compare(again, compiled)
+    calls |= compare(again, compile_(again.program, len(own.layers)))
+    compiled = compile_(whole(step.program, again.program, calls), len(own.layers))
     return _Native(step, compiled, words)
+
+
+def _lengths(cache: VQCache, model: PreTrainedModel) -> tuple[int | None, int]:
+    """Positions of two tokens: in a window that is not yet full, of one token less, if the cache
+    has windows; and far from the first one."""
+    text = model.config.get_text_config(decoder=True)
+    limit = getattr(text, "max_position_embeddings", None) or _POSITION + 1
+    layers: list[Any] = cache.layers
+    windows = [each.sliding_window for each in layers if each.is_sliding]
+    return min(windows) - 2 if windows else None, min(_POSITION, limit - 1)
 
 
 def _like(cache: VQCache, model: PreTrainedModel) -> VQCache:

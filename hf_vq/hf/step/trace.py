@@ -7,8 +7,8 @@ PyTorch computes the step, and a dispatch mode looks on. Tensors are found by th
     a view      of one of these: the same memory, at another offset and other strides
     fresh       made of plain numbers alone (`torch.full`): a constant
 
-An op on something live or stored becomes an instruction, by `recipes`; one that has none refuses
-the model, and so does a tensor that is nothing of these.
+An op on something live or stored becomes an instruction, by `recipes`, or a call of PyTorch for
+which no recipe is needed. A tensor that is nothing of these refuses the model.
 """
 
 from __future__ import annotations
@@ -30,7 +30,19 @@ from ...cache import VQCache, VQCacheLayer
 from ...cache.argument import CACHE
 from ...cache.next_token import Slot, refusal, take
 from ...nn.embedding import VQEmbedding, VQTiedHead
-from ...ops.program import POSITION, TOKEN, Attention, Dense, Instruction, Operand, Program
+from ...ops.program import (
+    POSITION,
+    TOKEN,
+    Attention,
+    Call,
+    Dense,
+    FloatAttention,
+    Form,
+    Given,
+    Instruction,
+    Operand,
+    Program,
+)
 
 LARGEST = 1 << 20  # numbers that a model may compute from its parameters at every token
 FAR = 1 << 20  # tokens that the cache seems to hold, where masks of windows and of chunks hide some
@@ -48,12 +60,10 @@ class Numbers(NamedTuple):
     Args:
         inputs: None for constant operands.
         result: that it had.
-        rounded: what PyTorch may have rounded off in between.
     """
 
     inputs: tuple[Tensor | None, ...]
     result: Tensor
-    rounded: float = 0.0
 
 
 class Step(NamedTuple):
@@ -100,6 +110,7 @@ class Recorder(TorchDispatchMode):
         self.buffers: dict[int, int] = {}  # by address of the memory
         self.kept: list[Tensor] = []  # so that no address is used twice
         self.written: dict[int, _Written] = {}
+        self.windows: dict[int, int] = {}  # of layers, in tokens
         self.layers: dict[int, int] = {}  # by address of keys and values that attention reads
 
     def __torch_dispatch__(
@@ -117,6 +128,8 @@ class Recorder(TorchDispatchMode):
             self.layers[_memory(out)] = layer  # heads that are repeated for groups of queries
             self.kept.append(out)
             return out
+        if any(_memory(x) in self.layers for x in given) and not _is_of_caches(func):
+            raise Refused("the model computes with keys or values of older tokens")
         if not any(self.is_live(x) or self.is_stored(x) for x in given):
             if func is not _LIFT:  # of a tensor that was made of Python's numbers just now
                 for x in given:
@@ -128,13 +141,42 @@ class Recorder(TorchDispatchMode):
         if not func._schema.is_mutable and of_before and isinstance(out, Tensor | list | tuple):
             self.kept += results  # views
             return out
-        recipe = RECIPES.get(str(func))
-        if recipe is None:
-            raise Refused(f"no instruction computes {func}")
         if not any(self.is_live(x) for x in given) and sum(x.numel() for x in results) > LARGEST:
             raise Refused("the model computes a large weight at every token")
-        recipe(self, args, kwargs, out)
+        before, recipe = len(self.instructions), RECIPES.get(str(func))
+        if recipe is not None:
+            recipe(self, args, kwargs, out)
+        added = len(self.instructions) - before
+        call = self._call(func, args, kwargs, results) if added < 2 else None
+        if added == 0:
+            if call is None:
+                raise Refused(f"no instruction computes {func}")
+            self.emit("call", results[0], tuple(x for x in given if self.is_live(x)))
+        if call is not None:
+            self.instructions[-1] = self.instructions[-1]._replace(call=call)
         return out
+
+    def _call(
+        self, func: Any, args: tuple[Any, ...], options: dict[str, Any], results: list[Tensor]
+    ) -> Call | None:
+        """The call of PyTorch that just made these; None if it cannot be made again."""
+        if not _is_a_function(func, results):
+            return None
+
+        def given(x: Any) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            return Given(self.operand(x), x.dtype) if self.is_live(x) else self.constant(x)
+
+        lists = [x for x in (*args, *options.values()) if isinstance(x, (list, tuple))]
+        named = [x for x in options.values() if isinstance(x, Tensor)]
+        of_lists = any(isinstance(x, Tensor) for each in lists for x in each)
+        if of_lists or any(map(self.is_live, named)):
+            return None
+        if not self.is_live(results[0]):
+            self.live(results[0])
+        given_options = {name: given(x) for name, x in options.items()}
+        return Call(func, tuple(given(x) for x in args), given_options, self.operand(results[0]))
 
     # -- memory ----------------------------------------------------------------------------------
 
@@ -204,7 +246,6 @@ class Recorder(TorchDispatchMode):
         inputs: tuple[Tensor | None, ...],
         number: float = 0.0,
         detail: Any = None,
-        rounded: float = 0.0,
     ) -> None:
         """The same with operands that were found before."""
         if not self.is_live(result):
@@ -212,7 +253,7 @@ class Recorder(TorchDispatchMode):
         y = self.operand(result)
         dtype = result.dtype if result.dtype.is_floating_point else torch.float32
         self.instructions.append(Instruction(op, y, operands, dtype, float(number), detail))
-        self.numbers.append(Numbers(inputs, self.dense(result), rounded))
+        self.numbers.append(Numbers(inputs, self.dense(result)))
 
     # -- the cache -------------------------------------------------------------------------------
 
@@ -237,26 +278,25 @@ class Recorder(TorchDispatchMode):
                 self.operand(rows[0]), self.operand(rows[1]),
                 (self.dense(rows[0]), self.dense(rows[1])),
             )  # fmt: skip
+            self.windows[layer] = getattr(own, "sliding_window", None) or 0
             read = type(cache).update(cache, keys, values, layer)
             parts = (own.k.tail.data,) if isinstance(own, VQCacheLayer) else read
             self.layers |= {_memory(part): layer for part in parts}
             self.kept += parts
             return read
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        scaling: float,
-        softcap: float,
-        out: Tensor,
-        rounded: float = 0.0,
-    ) -> None:
-        """Attention of the token in the layer that has these keys."""
+    def _written_by(self, key: Tensor) -> tuple[int, _Written]:
+        """The layer that has these keys, and the token's own in it, which now have their query."""
         layer = self.layers.get(_memory(key))
         if layer is None or layer not in self.written:
             raise Refused("attention reads a layer that another one has written")
-        key_row, value_row, numbers = self.written.pop(layer)
+        return layer, self.written.pop(layer)
+
+    def attend(
+        self, query: Tensor, key: Tensor, scaling: float, softcap: float, out: Tensor
+    ) -> None:
+        """Attention of the token over codes, in the layer that has these keys."""
+        layer, (key_row, value_row, numbers) = self._written_by(key)
         self.live(out)
         rows = self._rows(query)
         self.add(
@@ -265,7 +305,22 @@ class Recorder(TorchDispatchMode):
             (self.operand(rows), key_row, value_row),
             (self.dense(rows), *numbers),
             detail=Attention(layer, scaling, softcap),
-            rounded=rounded,
+        )
+
+    def attend_floats(
+        self, query: Tensor, key: Tensor, scale: float | None, enable_gqa: bool, out: Tensor
+    ) -> None:
+        """Attention of the token over floats, in the layer that has these keys: PyTorch's own."""
+        layer, (key_row, value_row, numbers) = self._written_by(key)
+        self.live(out)
+        rows, repeats = self._rows(query), key.shape[1] // key_row.shape[1]
+        form = Form(tuple(query.shape), repeats, enable_gqa)
+        self.add(
+            "call",
+            self._rows(out),
+            (self.operand(rows), key_row, value_row),
+            (self.dense(rows), *numbers),
+            detail=FloatAttention(layer, self.windows[layer], scale, query.dtype, form, form),
         )
 
     def _rows(self, x: Tensor) -> Tensor:
@@ -277,7 +332,7 @@ class Recorder(TorchDispatchMode):
 
 
 class _WindowAttention(TorchFunctionMode):
-    """`scaled_dot_product_attention` over a layer of floats, as an instruction."""
+    """`scaled_dot_product_attention` over a layer of floats, as a call."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -314,12 +369,23 @@ class _WindowAttention(TorchFunctionMode):
             out = functional.scaled_dot_product_attention(
                 query, key, value, scale=scale, enable_gqa=enable_gqa
             ).contiguous()
-            # Weights have the type of the values in PyTorch: sum_j |w_j - rounded w_j| |v_j|
-            eps = 0.0 if out.dtype is torch.float32 else torch.finfo(out.dtype).eps
-            rounded = eps * float(value.abs().max())
-            scaling = query.shape[-1] ** -0.5 if scale is None else float(scale)
-            recorder.attend(query, key, scaling, 0.0, out, rounded)
+            recorder.attend_floats(query, key, scale, enable_gqa, out)
         return out
+
+
+def _is_of_caches(func: Any) -> bool:
+    return str(func).startswith("hf_vq.kv_")
+
+
+def _is_a_function(func: Any, results: list[Tensor]) -> bool:
+    """True if an op's results are floats, made of its arguments alone."""
+    return (
+        not func._schema.is_mutable
+        and not _is_of_caches(func)  # a program has another one
+        and torch.Tag.nondeterministic_seeded not in func.tags
+        and len(results) > 0
+        and all(x.dtype.is_floating_point for x in results)
+    )
 
 
 def check_mask(mask: Tensor | None) -> None:
@@ -330,15 +396,17 @@ def check_mask(mask: Tensor | None) -> None:
             raise Refused("attention with a mask has no instruction")
 
 
-def trace(model: PreTrainedModel, cache: VQCache, token: int, position: int | None) -> Step:
+def trace(
+    model: PreTrainedModel, cache: VQCache, token: int, position: int | None, held: int | None
+) -> Step:
     """Trace one step; the cache takes the token.
 
     Args:
         model: in eval mode.
         cache: that a prompt has filled.
         token: its number.
-        position: of the token; None = the one after those in the cache. With a position the model
-            is told that the cache holds `FAR` tokens.
+        position: of the token; None = the one after those in the cache.
+        held: how many tokens the model is told that the cache holds; None = as many as it does.
 
     Raises:
         Refused: the step is no program.
@@ -354,10 +422,12 @@ def trace(model: PreTrainedModel, cache: VQCache, token: int, position: int | No
         return recorder.update(cache, slots, keys, values, layer)
 
     claims: dict[str, Any] = {"update": update}
-    if position is not None:
+    if held is not None:
         claims |= {
-            "get_seq_length": lambda *args, **kwargs: FAR,
-            "get_mask_sizes": lambda queries, layer, **kwargs: _far(cache, int(queries), layer),
+            "get_seq_length": lambda *args, **kwargs: held,
+            "get_mask_sizes": lambda queries, layer, **kwargs: _as_if(
+                held, cache.layers[layer], int(queries)
+            ),
         }
     cache.__dict__.update(claims)
     try:
@@ -383,11 +453,10 @@ def trace(model: PreTrainedModel, cache: VQCache, token: int, position: int | No
     return Step(program, recorder.numbers, slots, type(out), logits.shape)
 
 
-def _far(cache: VQCache, queries: int, layer: int) -> tuple[int, int]:
-    """`get_mask_sizes` of a layer that holds `FAR` tokens, or the last ones of them."""
-    own: Any = cache.layers[layer]
-    past = own.sliding_window - 1 if own.is_sliding else FAR
-    return past + queries, FAR - past
+def _as_if(held: int, layer: Any, queries: int) -> tuple[int, int]:
+    """`get_mask_sizes` of a layer that holds so many tokens, or the last ones of them."""
+    past = min(layer.sliding_window - 1, held) if layer.is_sliding else held
+    return past + queries, held - past
 
 
 @contextmanager

@@ -1,9 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// y = W x + bias of one x, W dense: a head, and layers that were not quantized.
+// y = W x + bias of one x, W in int8: a head. And rows of W.
 //
-//   in_stride 1    a sum along each of kRows rows at once, which share what they multiply with
-//   out_stride 1   (GPT-2's Conv1D) x[i] times row i of the transposed matrix, added in registers
-//   int8           x is hi + lo / 128 in units of its largest / 127; both halves are sums of 8-bit products, exact in 32 bits
+//   x is hi + lo / 128 in units of its largest / 127; both halves are sums of 8-bit products, exact in 32 bits
 //
 // Bytes: W once. Bottleneck: memory.
 #pragma once
@@ -15,7 +13,6 @@ namespace hf_vq {
 namespace {
 namespace step {
 
-constexpr int kRows = 4;
 constexpr int64_t kWorth = 64 << 10;      // bytes of W worth a thread
 constexpr int64_t kBytesAhead = 1024;     // between a read and its prefetch
 
@@ -32,57 +29,6 @@ inline void put(const DenseCall& call, int64_t row, float sum) {
   const hf_vq_instruction& p = *call.p;
   if (p.c.data != nullptr) sum += read_float(p.c.data, p.c.dtype, row * p.c.stride[2]);
   static_cast<float*>(p.y.data)[row] = sum;
-}
-
-template <int Dtype, int Rows> inline void sum_rows(const DenseCall& call, int64_t row) {
-  const hf_vq_dense& w = *call.w;
-  const int64_t ahead = Rows * w.out_stride;  // the next rows: those that follow each other are found late
-  Floats sums[Rows][2];
-  for (int r = 0; r < Rows; ++r) sums[r][0] = sums[r][1] = splat(0.0f);
-  int64_t k = 0;
-  for (; k + 2 * kFloats <= w.in; k += 2 * kFloats) {
-    const Floats x0 = load(call.x + k), x1 = load(call.x + k + kFloats);
-    for (int r = 0; r < Rows; ++r) {
-      const int64_t at = (row + r) * w.out_stride + k;
-      sums[r][0] = fma(load_floats<Dtype>(w.data, at), x0, sums[r][0]);
-      sums[r][1] = fma(load_floats<Dtype>(w.data, at + kFloats), x1, sums[r][1]);
-      __builtin_prefetch(static_cast<const char*>(w.data) + (at + ahead) * bytes_of(Dtype), 0, 1);
-    }
-  }
-  for (int r = 0; r < Rows; ++r) {
-    float total = sum(sums[r][0] + sums[r][1]);
-    for (int64_t i = k; i < w.in; ++i) total += read_float(w.data, Dtype, (row + r) * w.out_stride + i) * call.x[i];
-    put(call, row + r, total);
-  }
-}
-
-template <int Dtype> void run_rows(int64_t first, int64_t last, void* context) {
-  const DenseCall& call = *static_cast<DenseCall*>(context);
-  for (; first + kRows <= last; first += kRows) sum_rows<Dtype, kRows>(call, first);
-  for (; first < last; ++first) sum_rows<Dtype, 1>(call, first);
-}
-
-template <int Dtype> void run_columns(int64_t first, int64_t last, void* context) {
-  const DenseCall& call = *static_cast<DenseCall*>(context);
-  const hf_vq_dense& w = *call.w;
-  float total[kRows * kFloats];
-  for (int64_t unit = first; unit < last; ++unit) {
-    const int64_t o = unit * kRows * kFloats, n = w.out - o < kRows * kFloats ? w.out - o : kRows * kFloats;
-    if (n == kRows * kFloats) {
-      Floats sums[kRows];
-      for (Floats& each : sums) each = splat(0.0f);
-      for (int64_t i = 0; i < w.in; ++i)
-        for (int r = 0; r < kRows; ++r)
-          sums[r] = fma(splat(call.x[i]), load_floats<Dtype>(w.data, i * w.in_stride + o + r * kFloats), sums[r]);
-      for (int r = 0; r < kRows; ++r) store(total + r * kFloats, sums[r]);
-    } else {
-      for (int64_t r = 0; r < n; ++r) {
-        total[r] = 0.0f;
-        for (int64_t i = 0; i < w.in; ++i) total[r] += call.x[i] * read_float(w.data, Dtype, i * w.in_stride + o + r);
-      }
-    }
-    for (int64_t r = 0; r < n; ++r) put(call, o + r, total[r]);
-  }
 }
 
 inline void run_int8(int64_t first, int64_t last, void* context) {
@@ -138,27 +84,12 @@ inline float split_input(const float* x, int64_t n, uint8_t* high, uint8_t* low)
 inline int run_dense(const hf_vq_instruction& p) {
   const hf_vq_dense& w = *static_cast<const hf_vq_dense*>(p.detail);
   DenseCall call{&p, &w, static_cast<const float*>(p.a.data), nullptr, nullptr, 0.0f, w.in / kBytes * kBytes};
-  const int64_t row_bytes = w.dtype == HF_VQ_INT8 ? w.in : w.in * (w.dtype == HF_VQ_FLOAT32 ? 4 : 2);
-  const int64_t grain = divide_up(divide_up(kWorth, row_bytes), kRows) * kRows;
-  if (w.dtype == HF_VQ_INT8) {
-    const Scratch<uint8_t> halves{size_t(2 * w.in)};
-    if (!halves) return HF_VQ_NO_MEMORY;
-    call.high = halves.get();
-    call.low = halves.get() + w.in;
-    call.unit = split_input(call.x, w.in, halves.get(), halves.get() + w.in);
-    parallel_for(w.out, grain, run_int8, &call);
-  } else if (w.in_stride == 1) {
-    const auto run = w.dtype == HF_VQ_FLOAT32   ? run_rows<HF_VQ_FLOAT32>
-                     : w.dtype == HF_VQ_FLOAT16 ? run_rows<HF_VQ_FLOAT16>
-                                                : run_rows<HF_VQ_BFLOAT16>;
-    parallel_for(w.out, grain, run, &call);
-  } else {
-    const auto run = w.dtype == HF_VQ_FLOAT32   ? run_columns<HF_VQ_FLOAT32>
-                     : w.dtype == HF_VQ_FLOAT16 ? run_columns<HF_VQ_FLOAT16>
-                                                : run_columns<HF_VQ_BFLOAT16>;
-    const int64_t unit = kRows * kFloats;
-    parallel_for(divide_up(w.out, unit), divide_up(grain, unit), run, &call);
-  }
+  const Scratch<uint8_t> halves{size_t(2 * w.in)};
+  if (!halves) return HF_VQ_NO_MEMORY;
+  call.high = halves.get();
+  call.low = halves.get() + w.in;
+  call.unit = split_input(call.x, w.in, halves.get(), halves.get() + w.in);
+  parallel_for(w.out, divide_up(kWorth, w.in), run_int8, &call);
   round_row(static_cast<float*>(p.y.data), w.out, p.rounded);
   return HF_VQ_OK;
 }

@@ -9,7 +9,6 @@
 
 #include "../api.h"
 #include "../kv/softmax.h"
-#include "../primitives/cos_sin.h"
 #include "../primitives/floats.h"
 
 namespace hf_vq {
@@ -22,56 +21,31 @@ inline int64_t bytes_of(int dtype) { return dtype == HF_VQ_FLOAT32 ? 4 : 2; }
 
 inline Floats negative(Floats a) { return splat(0.0f) - a; }
 
-// e^x; of NaN, NaN.
-inline Floats exp_any(Floats x) {
-  const Floats zero = splat(0.0f), small = kv::exp_of(min(x, negative(x)));  // e^-|x|
-  return where_less(x, splat(kv::kInfinity), where_less(zero, x, splat(1.0f) / small, small), x);
-}
-
-// 1 / (1 + e^-x); of NaN, NaN.
-inline Floats sigmoid_of(Floats x) {
-  const Floats one = splat(1.0f), t = kv::exp_of(min(x, negative(x)));
-  return where_less(x, splat(kv::kInfinity), where_less(x, splat(0.0f), t, one) / (one + t), min(one, x));
-}
-
-// Abramowitz and Stegun 7.1.26, to 1.5e-7.
-inline Floats erf_of(Floats x) {
-  const Floats size = max(x, negative(x)), t = splat(1.0f) / fma(size, splat(0.3275911f), splat(1.0f));
-  Floats p = fma(splat(1.061405429f), t, splat(-1.453152027f));
-  p = fma(p, t, splat(1.421413741f));
-  p = fma(p, t, splat(-0.284496736f));
-  p = fma(p, t, splat(0.254829592f)) * t;
-  const Floats y = splat(1.0f) - p * kv::exp_of(negative(x * x));
-  return where_less(x, splat(0.0f), negative(y), y);
-}
-
-// Of infinity 1; of NaN, NaN.
-inline Floats tanh_any(Floats x) {
-  const Floats most = splat(20.0f), least = splat(-20.0f);
-  return kv::tanh_of(where_less(most, x, most, where_less(x, least, least, x)));
+// e^x as SLEEF's expf of 1 ulp, which PyTorch calls (Shibata and Petrogalli, arXiv 2001.09258): the same operations in
+// the same order. x = n log 2 + r, |r| <= log 2 / 2; 2^n in two factors.
+inline Floats exp_of_sleef(Floats x) {
+  const Floats known = min(max(x, splat(-105.0f)), splat(105.0f));  // NaN becomes a number
+  const Ints whole = to_ints(known * splat(1.4426950408889634f));
+  const Floats n = to_floats(whole);
+  Floats r = fma(n, splat(-0.693145751953125f), known);
+  r = fma(n, splat(-1.428606765330187045e-06f), r);
+  Floats p = fma(splat(0.000198527617612853646278381f), r, splat(0.00139304355252534151077271f));
+  p = fma(p, r, splat(0.00833336077630519866943359f));
+  p = fma(p, r, splat(0.0416664853692054748535156f));
+  p = fma(p, r, splat(0.166666671633720397949219f));
+  p = fma(p, r, splat(0.5f));
+  p = splat(1.0f) + fma(r * r, p, r);
+  const Ints half = to_ints(fma(n, splat(0.5f), splat(-0.25f)));  // the floor of n / 2
+  p = p * exp2_of(half) * exp2_of(whole - half);
+  p = where_less(splat(100.0f), x, splat(kv::kInfinity), p);
+  p = where_less(x, splat(-104.0f), splat(0.0f), p);
+  return where_less(x, splat(kv::kInfinity), p, x);  // of infinity itself, and of NaN itself
 }
 
 // The larger one; NaN if one of them is.
 inline Floats max_any(Floats a, Floats b) {
   const Floats half = splat(0.5f), both = a * half + b * half;  // of equal numbers, or NaN
   return where_less(a, b, b, where_less(b, a, a, both));
-}
-
-inline Floats gelu_tanh_of(Floats x) {
-  const Floats inner = splat(0.7978845608f) * fma(splat(0.044715f) * x * x, x, x);
-  return splat(0.5f) * x * (splat(1.0f) + tanh_any(inner));
-}
-
-inline Floats turn_of(Floats x, bool sine) {
-  float lane[kFloats];
-  store(lane, x);
-  for (float& each : lane) {
-    double c, s;
-    const bool known = each > -1e12f && each < 1e12f;
-    cos_sin(known ? double(each) : 0.0, c, s);
-    each = known ? float(sine ? s : c) : kv::kInfinity - kv::kInfinity;
-  }
-  return load(lane);
 }
 
 template <int Op> inline Floats compute(Floats a, Floats b) {
@@ -83,15 +57,8 @@ template <int Op> inline Floats compute(Floats a, Floats b) {
   if constexpr (Op == HF_VQ_SQRT) return sqrt(a);
   if constexpr (Op == HF_VQ_RSQRT) return splat(1.0f) / sqrt(a);
   if constexpr (Op == HF_VQ_RECIPROCAL) return splat(1.0f) / a;
-  if constexpr (Op == HF_VQ_EXP) return exp_any(a);
-  if constexpr (Op == HF_VQ_TANH) return tanh_any(a);
-  if constexpr (Op == HF_VQ_SIGMOID) return sigmoid_of(a);
-  if constexpr (Op == HF_VQ_SILU) return a * sigmoid_of(a);
-  if constexpr (Op == HF_VQ_GELU) return splat(0.5f) * a * (splat(1.0f) + erf_of(a * splat(0.70710678f)));
-  if constexpr (Op == HF_VQ_GELU_TANH) return gelu_tanh_of(a);
+  if constexpr (Op == HF_VQ_SILU) return a / (splat(1.0f) + exp_of_sleef(negative(a)));
   if constexpr (Op == HF_VQ_RELU) return where_less(a, splat(0.0f), splat(0.0f), a);
-  if constexpr (Op == HF_VQ_COS) return turn_of(a, false);
-  if constexpr (Op == HF_VQ_SIN) return turn_of(a, true);
   if constexpr (Op == HF_VQ_ADD) return a + b;
   if constexpr (Op == HF_VQ_SUBTRACT) return a - b;
   if constexpr (Op == HF_VQ_MULTIPLY) return a * b;

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // A decoding step: the instructions of a program in order, in the calling thread. Products of large matrices and
-// attention take torch's threads; all else is too short for them.
+// attention take torch's threads; all else is too short for them. Results have PyTorch's bits: what has another order
+// of sums, or other polynomials, is left to the caller (HF_VQ_CALL).
 #pragma once
 #include "dense.h"
-#include "norms.h"
+#include "mean.h"
 #include "token.h"
 
 namespace hf_vq {
@@ -31,8 +32,8 @@ inline int codes_fit(const hf_vq_instruction& p) {
 
 inline bool dense_fits(const hf_vq_instruction& p, bool rows) {
   const hf_vq_dense& w = *static_cast<const hf_vq_dense*>(p.detail);
-  const bool type = is_float(w.dtype) || (w.dtype == HF_VQ_INT8 && w.in_stride == 1 && w.out_stride >= w.in + 2);
-  return type && w.data != nullptr && w.out > 0 && w.in > 0 && (w.in_stride == 1 || w.out_stride == 1) &&
+  const bool int8 = w.dtype == HF_VQ_INT8 && w.in_stride == 1 && w.out_stride >= w.in + 2;
+  return (int8 || (rows && is_float(w.dtype))) && w.data != nullptr && w.out > 0 && w.in > 0 && (w.in_stride == 1 || w.out_stride == 1) &&
          is_product(p, rows ? w.in : w.out);
 }
 
@@ -51,12 +52,9 @@ inline int supports(const hf_vq_instruction& p) {
   for (int64_t size : p.size)
     if (size < 1) return HF_VQ_UNSUPPORTED;
   if (p.op < HF_VQ_MEAN) return may_be_given(p.b) && (p.op == HF_VQ_COPY || p.y.dtype == HF_VQ_FLOAT32) ? HF_VQ_OK : HF_VQ_UNSUPPORTED;
-  if (p.op < HF_VQ_LOOK_UP) {
-    const bool fit = p.y.dtype == HF_VQ_FLOAT32 && (p.op == HF_VQ_MEAN || p.y.stride[2] == 1) && may_be_given(p.b) &&
-                     may_be_given(p.c);
-    return fit ? HF_VQ_OK : HF_VQ_UNSUPPORTED;
-  }
+  if (p.op == HF_VQ_MEAN) return p.y.dtype == HF_VQ_FLOAT32 ? HF_VQ_OK : HF_VQ_UNSUPPORTED;
   if (p.detail == nullptr) return HF_VQ_UNSUPPORTED;
+  if (p.op == HF_VQ_CALL) return static_cast<hf_vq_call*>(p.detail)->run != nullptr ? HF_VQ_OK : HF_VQ_UNSUPPORTED;
   if (p.op == HF_VQ_CODES) return codes_fit(p);
   if (p.op == HF_VQ_ATTENTION) return attention_fits(p);
   return dense_fits(p, p.op == HF_VQ_LOOK_UP) ? HF_VQ_OK : HF_VQ_UNSUPPORTED;
@@ -67,10 +65,8 @@ inline int run(const hf_vq_instruction& p) {
     run_elementwise(p);
     return HF_VQ_OK;
   }
-  if (p.op < HF_VQ_LOOK_UP) {
-    run_norm(p);
-    return HF_VQ_OK;
-  }
+  if (p.op == HF_VQ_MEAN) return run_mean(p);
+  if (p.op == HF_VQ_CALL) return static_cast<hf_vq_call*>(p.detail)->run(static_cast<hf_vq_call*>(p.detail)->number);
   if (p.op == HF_VQ_LOOK_UP) return look_up(p);
   if (p.op == HF_VQ_DENSE) return run_dense(p);
   if (p.op == HF_VQ_ATTENTION) return run_attention(p);
