@@ -126,7 +126,9 @@ class BlockFeedback:
     def moments(self) -> Tensor:
         """Damped rotated H of each block, up to a factor: (U^T U)^-1, [blocks, size, size]."""
         eye = torch.eye(self.upper.shape[1], dtype=torch.float64, device=self.upper.device)
-        root = torch.linalg.solve_triangular(self.upper.double(), eye.expand_as(self.upper), upper=True)
+        root = torch.linalg.solve_triangular(
+            self.upper.double(), eye.expand_as(self.upper), upper=True
+        )
         return (root @ root.mT).float()
 
     def passed_on(self, width: int) -> Tensor:

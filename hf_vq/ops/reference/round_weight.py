@@ -1,8 +1,8 @@
 """The specification of `round_weight`: codes of rotated rows, errors passed on inside of blocks.
 
-    block 0          block 1          block 2
-    >>>>>>>>>>>>>>>>|>>>>>>>>>>>>>>>>|>>>>>>>>>>>>>>>>|      > errors passed on
-    step 0, 1, 2 ..  step 0, 1, 2 ..  step 0, 1, 2 ..
+block 0          block 1          block 2
+>>>>>>>>>>>>>>>>|>>>>>>>>>>>>>>>>|>>>>>>>>>>>>>>>>|      > errors passed on
+step 0, 1, 2 ..  step 0, 1, 2 ..  step 0, 1, 2 ..
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ namespace weight {
 constexpr int kLanes = 64;
 constexpr int kChunk = kRegisters >= 32 ? 4 : 2;        // vectors of lanes that are searched together
 constexpr int kChunkLanes = kChunk * kFloats;
-constexpr float kNever = -1e38f;                        // bonus of entries that are not there
+constexpr float kNever = -1e38f, kFar = 1e18f;          // bonus and number of entries that are not there
 
 static_assert(kLanes % kChunkLanes == 0 && kChunkLanes <= kLanes, "lanes are whole chunks");
 
@@ -52,6 +52,7 @@ inline void read_all(const hf_vq_rows& w, kv::Entries& entries) {
   kv::read_entries(book, count, w.x, entries);
   entries.ascending = entries.ascending && count == w.entries;
   for (int e = 0; e < count; ++e) {
+    if (e >= w.entries) entries.number[0][e] = kFar;
     float norm = 0;
     for (int c = 0; c < w.x; ++c) norm += entries.number[c][e] * entries.number[c][e];
     entries.bonus[e] = e < w.entries ? -0.5f * norm : kNever;
@@ -90,26 +91,34 @@ template <int X> inline void nearest(const kv::Entries& entries, float* u, uint8
   }
 }
 
-// distance[r] += the squared distance of lane r's vector to its nearest entry.
+// Add to distance[r] the squared distance of lane r's vector to its nearest entry. Of single numbers it is added up as
+// such: with 256 entries it is so small that float32 loses it in |u|^2 - 2 <u, b> + |b|^2.
 template <int X> inline void add_distance(const kv::Entries& entries, float* u, float* distance) {
   for (int r = 0; r < kLanes; r += kChunkLanes) {
     Floats vector[kChunk][X], top[kChunk];
     for (int k = 0; k < kChunk; ++k) {
       for (int c = 0; c < X; ++c) vector[k][c] = load(lane_of<X>(u, r + k * kFloats, c));
-      top[k] = splat(-kv::kInfinity);
+      top[k] = splat(X == 1 ? kv::kInfinity : -kv::kInfinity);
     }
     for (int e = 0; e < entries.count; ++e) {
       Floats b[X];
       for (int c = 0; c < X; ++c) b[c] = splat(entries.number[c][e]);
+      if constexpr (X == 1) {
+        for (int k = 0; k < kChunk; ++k) {
+          const Floats apart = vector[k][0] - b[0];
+          top[k] = min(fma(apart, apart, splat(0.0f)), top[k]);
+        }
+        continue;
+      }
       for (int k = 0; k < kChunk; ++k)
         top[k] = max(kv::affinity<X>(vector[k], b, splat(entries.bonus[e])), top[k]);
     }
     for (int k = 0; k < kChunk; ++k) {
       Floats norm = splat(0.0f);
       for (int c = 0; c < X; ++c) norm = fma(vector[k][c], vector[k][c], norm);
-      const Floats apart = max(fma(splat(-2.0f), top[k], norm), splat(0.0f));
+      const Floats squared = X == 1 ? top[k] : max(fma(splat(-2.0f), top[k], norm), splat(0.0f));
       float* sum = distance + r + k * kFloats;
-      store(sum, load(sum) + apart);
+      store(sum, load(sum) + squared);
     }
   }
 }
