@@ -10,7 +10,7 @@ from ..dispatch import Implementation, PublishedLinearProblem
 from ..ops import fused_inputs, published, w4a8
 from ..ops.kv import PAGED, STATIC, KVCacheView
 from ..ops.reference import codes as reference
-from ..ops.reference import encode_weight
+from ..ops.reference import encode_weight, round_weight
 from ..ops.reference import kv_attention as attention_reference
 from ..ops.reference import kv_static as static_reference
 
@@ -45,6 +45,7 @@ PUBLISHED_LINEAR = Implementation(published.reference, note=_decoded, is_slow=la
 DECODE = Implementation(reference.decode)
 ENCODE = Implementation(reference.encode)
 ENCODE_WEIGHT = Implementation(encode_weight.encode_weight)
+ROUND_WEIGHT = Implementation(round_weight.round_weight)
 ROTATE = Implementation(reference.rotate)
 KV_APPEND = Implementation(_kv_append)
 KV_ATTENTION = Implementation(_kv_attention)

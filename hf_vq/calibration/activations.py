@@ -43,7 +43,7 @@ from ..progress import Progress
 from .blocks import Blocks, WholeModel, find_blocks
 from .distributed import ProcessGroup, launched_processes
 from .hessians import Listener, Site
-from .offload import is_offloaded, shortage, too_little
+from .offload import is_offloaded, place_of, shortage, too_little
 from .targets import Target, decoded, fit_target, replace_layers, targets_of
 from .text import (
     context_of,
@@ -277,11 +277,13 @@ class ActivationPass:
 
     def _blocks(self, model: Any, sequences: Tensor) -> Blocks | WholeModel:
         batches = halved_batches(sequences, _AT_ONCE)
-        if self.prefix and batches:
+        halves = model.dtype.itemsize < 4 and place_of(model).type == "cpu"
+        for dtype in (torch.float32, None) if halves else (None,):
             try:
-                return Blocks(model, self.prefix, batches)
+                if self.prefix and batches:
+                    return Blocks(model, self.prefix, batches, dtype)
             except Exception as error:  # of its forward, too: what cannot run at all, says so below
-                logger.info("hf_vq: %s The model is run at once instead.", error)
+                logger.info("hf_vq: %s The model is run in another way instead.", error)
         return WholeModel(model, batches)
 
     def _sent(
@@ -327,7 +329,8 @@ class ActivationPass:
             target = self.targets[name]
             weight = f"{target.layer}.{target.weight}".removeprefix(start)
             scheme = self.schemes[target.layer]
-            tensors[weight] = decoded(target, layers[target.layer], one, scheme, seed)
+            layer = layers[target.layer]
+            tensors[weight] = decoded(target, layer, one, scheme, seed, blocks.dtype)
         try:
             for row, hidden in enumerate(blocks.hidden):
                 blocks.hidden[row] = blocks.run(index, hidden, device, tensors)

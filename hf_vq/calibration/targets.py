@@ -180,10 +180,16 @@ def fit_target(
 
 
 def decoded(
-    target: Target, module: nn.Module, fitted: FittedWeight, scheme: LinearScheme, seed: int
+    target: Target,
+    module: nn.Module,
+    fitted: FittedWeight,
+    scheme: LinearScheme,
+    seed: int,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """A dense tensor with the numbers that its codes stand for, as the module stores it."""
-    new = torch.empty_like(module.get_parameter(target.weight))
+    """A dense tensor with the numbers that its codes stand for, as the module stores it; in the
+    module's dtype if `dtype` is None."""
+    new = torch.empty_like(module.get_parameter(target.weight), dtype=dtype)
     _decode(target, target.matrices_of(new), fitted, scheme, seed)
     return new
 

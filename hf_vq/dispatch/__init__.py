@@ -13,6 +13,7 @@ from .problem import (
     Problem,
     PublishedLinearProblem,
     RotateProblem,
+    RoundWeightProblem,
     W4A8LinearProblem,
     bucket,
 )
@@ -49,6 +50,7 @@ __all__ = [
     "Problem",
     "PublishedLinearProblem",
     "RotateProblem",
+    "RoundWeightProblem",
     "Verdict",
     "W4A8LinearProblem",
     "bind",

@@ -108,6 +108,17 @@ class EncodeWeightProblem(NamedTuple):
     op: str = "encode_weight"
 
 
+class RoundWeightProblem(NamedTuple):
+    """Rotated rows of a weight to codes, with errors passed on inside of blocks."""
+
+    device: str
+    dtype: str
+    scheme: str
+    rows: int
+    in_features: int
+    op: str = "round_weight"
+
+
 class RotateProblem(NamedTuple):
     """Rows of `length` numbers, rotated as the scheme says."""
 
@@ -178,7 +189,8 @@ PROBLEMS: dict[str, Any] = {
     kind._field_defaults["op"]: kind
     for kind in (
         LinearProblem, PublishedLinearProblem, W4A8LinearProblem, DecodeProblem, EncodeProblem,
-        EncodeWeightProblem, RotateProblem, KVAppendProblem, KVAttentionProblem,
+        EncodeWeightProblem, RoundWeightProblem, RotateProblem, KVAppendProblem,
+        KVAttentionProblem,
     )
 }  # fmt: skip
 """The problem of each op, by the op's name."""

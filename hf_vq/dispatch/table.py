@@ -44,7 +44,10 @@ ENTRIES: tuple[Entry, ...] = (
     Entry("reference", "decode", "backends.reference:DECODE"),
     # rows to codes, rotation
     Entry("cuda.encode_weight", "encode_weight", "backends.cuda.encode:ENCODE", CUDA, NVRTC),
+    Entry("cpu.encode_weight", "encode_weight", "backends.cpu.encode:ENCODE", CPU, NATIVE),
     Entry("reference", "encode_weight", "backends.reference:ENCODE_WEIGHT"),
+    Entry("cpu.round_weight", "round_weight", "backends.cpu.encode:ROUND", CPU, NATIVE),
+    Entry("reference", "round_weight", "backends.reference:ROUND_WEIGHT"),
     Entry("reference", "encode", "backends.reference:ENCODE"),
     Entry("cuda.rotate", "rotate", "backends.cuda.linear.dequantize:ROTATE", CUDA, NVRTC),
     Entry("reference", "rotate", "backends.reference:ROTATE"),

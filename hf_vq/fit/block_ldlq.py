@@ -4,22 +4,20 @@
 
 `ldlq` passes errors on through a whole row, by moments H [in, in] that need many thousand tokens:
 with few it fits their noise. The moments of a block of 128 inputs follow from a thousand. And no
-block waits for another: all blocks of a matrix are rounded at once.
-
-            block 0          block 1          block 2
-    row   |>>>>>>>>>>>>>>>>|>>>>>>>>>>>>>>>>|>>>>>>>>>>>>>>>>|      > errors passed on
-           step 0, 1, 2 ..  step 0, 1, 2 ..  step 0, 1, 2 ..
+block waits for another: all blocks of a matrix are rounded at once (`ops.round_weight`).
 """
 
 from __future__ import annotations
+
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from ..errors import VQCalibrationError
 from ..formats.scheme import VQScheme
-from ..ops import encode_weight
-from ..ops.reference.encode_weight import Assigner
+from ..ops import encode_weight, round_weight
+from ..ops.reference.encode_weight import Assigner, root_mean_square
 from ..transforms import rotate
 
 DAMPINGS = (0.1, 0.3, 1.0, 10.0)
@@ -31,8 +29,6 @@ DAMPING = DAMPINGS[1]
 
 CORRELATION = 0.5
 """Factor of the moments between different inputs: half of what few tokens show is chance."""
-
-_PANEL = 32  # columns between two matrix products that pass errors on
 
 
 class BlockFeedback:
@@ -77,15 +73,22 @@ class BlockFeedback:
         self.damping = torch.full_like(blocks[:, 0, 0], DAMPING)
         if len(halves) == 2:
             self.damping = self._chosen(halves[0], halves[1])
-        ridge, upper = self._upper(blocks, self.damping)
+        ridge, upper = self._upper(self._turned(blocks), self.damping)
         self.upper = upper.float()
+        self._passed_on: dict[int, Tensor] = {}
         # Of rows that are not rotated: |w'|^2 of the rotated ones is |w / d|^2.
         divided = ridge[:, None] / self._turn.square().sum(2)
         self._damped = (blocks + torch.diag_embed(divided)).float()
 
-    def _upper(self, blocks: Tensor, damping: Tensor) -> tuple[Tensor, Tensor]:
-        """What is added to the diagonal of each block [blocks], and U of each."""
-        turned = self._turn.transpose(1, 2) @ blocks @ self._turn
+    def _turned(self, blocks: Tensor) -> Tensor:
+        """The moments of rotated inputs."""
+        return self._turn.transpose(1, 2) @ blocks @ self._turn
+
+    def _upper(self, turned: Tensor, damping: Tensor) -> tuple[Tensor, Tensor]:
+        """What is added to the diagonal of each block of rotated moments [blocks], and U of each.
+
+        Factorized in their dtype.
+        """
         mean = turned.diagonal(dim1=1, dim2=2).mean(1)
         # A block whose inputs are all zero is rounded as if they were anything.
         ridge = torch.where(mean > 0, damping * mean, 1.0)
@@ -103,9 +106,11 @@ class BlockFeedback:
         Errors of rounding are alike in all columns and independent. Passed on by U with a diagonal
         of ones, they make tr(U H U^T) of inputs with second moments H.
         """
-        costs = torch.zeros(len(DAMPINGS), len(one), dtype=one.dtype, device=one.device)
-        for seen, unseen in ((_shrunk(one), other), (_shrunk(other), one)):
-            turned = self._with_one_scale(self._turn.transpose(1, 2) @ unseen @ self._turn)
+        costs = torch.zeros(len(DAMPINGS), len(one), device=one.device)
+        for shown, unseen in ((one, other), (other, one)):
+            # In float32: with all of these dampings, that suffices to compare them.
+            seen = self._turned(_shrunk(shown)).float()
+            turned = self._with_one_scale(self._turned(unseen)).float()
             for cost, damping in zip(costs, DAMPINGS, strict=True):
                 _, upper = self._upper(seen, torch.full_like(cost, damping))
                 unit = upper / upper.diagonal(dim1=1, dim2=2)[:, :, None]
@@ -116,6 +121,30 @@ class BlockFeedback:
     def _with_one_scale(self, turned: Tensor) -> Tensor:
         """The diagonal blocks of rotated moments whose columns share a scale."""
         return _diagonal_blocks(turned, min(turned.shape[1], self.scheme.group(self._in_features)))
+
+    @cached_property
+    def moments(self) -> Tensor:
+        """Damped rotated H of each block, up to a factor: (U^T U)^-1, [blocks, size, size]."""
+        eye = torch.eye(self.upper.shape[1], dtype=torch.float64, device=self.upper.device)
+        root = torch.linalg.solve_triangular(
+            self.upper.double(), eye.expand_as(self.upper), upper=True
+        )
+        return (root @ root.mT).float()
+
+    def passed_on(self, width: int) -> Tensor:
+        """What later columns get of the error of each: `feedback` of `ops.round_weight`.
+
+        Args:
+            width: columns of a vector, which are rounded at once.
+        """
+        if width not in self._passed_on:
+            rows = self.upper.unflatten(1, (-1, width))  # [blocks, vectors, width, size]
+            own = _diagonal_blocks(self.upper, width).unflatten(0, rows.shape[:2])
+            unit = torch.linalg.solve_triangular(own, rows, upper=True).flatten(1, 2)
+            vector = torch.arange(unit.shape[1], device=unit.device) // width
+            later = vector[:, None] < vector
+            self._passed_on[width] = -(unit * later).mT.contiguous()
+        return self._passed_on[width]
 
     def turned_by(self, rotation: Tensor | None) -> BlockFeedback:
         """What the same inputs say about weights with another rotation of the same kind."""
@@ -161,51 +190,35 @@ def ldlq_blocks(
     factors: tuple[float, ...],
     refit: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Codes int64 [n, vectors, z] and scales fp16 [n, groups] of rotated rows [n, in] float32.
+    """Codes, integers [n, vectors, z], and scales fp16 [n, groups] of rotated rows [n, in] float32.
 
     Args:
         factors: candidates of a scale, in units of the group's root mean square; chosen before any
             error is passed on.
         refit: move every scale to the least weighted error of the codes found.
     """
-    upper, assigner = feedback.upper, Assigner(codebook, scheme)
-    count, size = upper.shape[:2]
-    _, scale = encode_weight(rows, codebook, scheme, factors, refit)
-    columns = rows.unflatten(1, (count, size)).permute(1, 2, 0).contiguous()  # [blocks, size, n]
-    each = count // scale.shape[1]  # blocks of a group
-    spread = scale.float().T.repeat_interleave(each, 0)[:, None]  # [blocks, 1, n]
-    eye = torch.eye(size, dtype=upper.dtype, device=upper.device).expand_as(upper)
-    whiten = torch.linalg.solve_triangular(upper, eye, upper=True).transpose(1, 2).contiguous()
-    codes, entries = _round(columns, spread, upper, whiten, assigner)
-    if refit:
-        target, chosen = whiten @ columns, whiten @ entries
-        along, energy = (
-            (left * chosen).sum(1).unflatten(0, (-1, each)).sum(1).T for left in (target, chosen)
-        )
-        fitted = (along / energy.clamp_min(1e-30)).half()
-        keep = (fitted > 0) & scale.isfinite()
-        scale = torch.where(keep, fitted, scale)
-    return codes, scale
+    if len(factors) == 1 and not refit:
+        groups = rows.unflatten(1, (-1, scheme.group(rows.shape[1])))
+        scale = (root_mean_square(groups)[..., 0] * factors[0]).half()
+    else:
+        _, scale = encode_weight(rows, codebook, scheme, factors, refit)
+    codes = round_weight(rows, scale, codebook, scheme, feedback.passed_on(scheme.vector_size))
+    return codes, _refitted(rows, codes, scale, codebook, scheme, feedback) if refit else scale
 
 
-def _round(
-    columns: Tensor, scale: Tensor, upper: Tensor, whiten: Tensor, assigner: Assigner
-) -> tuple[Tensor, Tensor]:
-    """Codes [n, vectors, z], and their entries [blocks, size, n], of columns of that shape."""
-    (count, size, n), width = columns.shape, assigner.vector_size
-    unit, left = scale.clamp_min(1e-30), columns.clone()
-    entries, errors, codes = torch.empty_like(left), torch.empty_like(left), []
-    for panel in range(0, size, _PANEL):
-        end = min(panel + _PANEL, size)
-        for first in range(panel, end, width):
-            block, later = slice(first, first + width), slice(first + width, end)
-            vectors = (left[:, block] / unit).transpose(1, 2).reshape(-1, width)
-            codes.append(assigner.codes(vectors))
-            found = assigner.entries(codes[-1]).reshape(count, n, width).transpose(1, 2)
-            entries[:, block] = found
-            errors[:, block] = whiten[:, block, block] @ (left[:, block] - found * scale)
-            left[:, later] -= upper[:, block, later].transpose(1, 2) @ errors[:, block]
-        done, rest = slice(panel, end), slice(end, None)
-        left[:, rest] -= upper[:, done, rest].transpose(1, 2) @ errors[:, done]
-    steps = torch.stack(codes, 1).unflatten(0, (count, n))  # [blocks, n, vectors of a block, z]
-    return steps.permute(1, 0, 2, 3).flatten(1, 2), entries
+def _refitted(
+    rows: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    codebook: Tensor,
+    scheme: VQScheme,
+    feedback: BlockFeedback,
+) -> Tensor:
+    """The scales of the least weighted error of codes, as stored."""
+    entries = Assigner(codebook, scheme).entries(codes.flatten(0, 1).long()).reshape(rows.shape)
+    moments = feedback.moments
+    weighted = (entries.unflatten(1, moments.shape[:2]).transpose(0, 1) @ moments).transpose(0, 1)
+    weighted = weighted.flatten(1).unflatten(1, (scale.shape[1], -1))
+    along, energy = ((part.view_as(weighted) * weighted).sum(2) for part in (rows, entries))
+    fitted = (along / energy.clamp_min(1e-30)).half()
+    return torch.where((fitted > 0) & scale.isfinite(), fitted, scale)

@@ -202,12 +202,14 @@ def check_activations(activations: object) -> str | list[Any] | None:
     return rows
 
 
-def leave_out_activations(config: VQConfig, why: str | None = None) -> None:
-    """Quantize without data, say why, and advise calibration where that loses much quality."""
+def leave_out_activations(config: VQConfig, why: str | None = None, *, once: bool = False) -> None:
+    """Quantize without data, say why (`once` in a process), and advise calibration where that loses
+    much quality."""
     config.activations = None
     advise_calibration(config)
     if why:
-        logger.warning("hf_vq: the layers are quantized without activations: %s.", why)
+        say = logger.warning_once if once else logger.warning
+        say("hf_vq: the layers are quantized without activations: %s.", why)
 
 
 def advise_calibration(config: VQConfig) -> None:

@@ -1,6 +1,14 @@
 """The contract: schemas of `torch.ops.hf_vq.*`, and their reference."""
 
-from .codes import decode_kv, decode_weight, encode_kv, encode_weight, rotate, rotate_weight
+from .codes import (
+    decode_kv,
+    decode_weight,
+    encode_kv,
+    encode_weight,
+    rotate,
+    rotate_weight,
+    round_weight,
+)
 from .kv import KVCacheView, KVSide
 from .kv_ops import kv_append, kv_attention
 from .library import is_plain_eager
@@ -24,5 +32,6 @@ __all__ = [
     "published_linear",
     "rotate",
     "rotate_weight",
+    "round_weight",
     "w4a8_linear",
 ]

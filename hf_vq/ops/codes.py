@@ -1,4 +1,4 @@
-"""Rows <-> codes: `hf_vq::encode`, `decode` and `rotate`, and `encode_weight`."""
+"""Rows <-> codes: `hf_vq::encode`, `decode` and `rotate`, `encode_weight` and `round_weight`."""
 
 from __future__ import annotations
 
@@ -53,6 +53,24 @@ def encode_weight(
     entry = entry_of_rows("encode_weight", rows, scheme, length, tried)
     codes, scale = entry.run(rows, codebook, scheme, factors, refit)
     return codes, scale
+
+
+def round_weight(
+    rows: Tensor, scale: Tensor, codebook: Tensor, scheme: VQScheme, feedback: Tensor
+) -> Tensor:
+    """Codes, integers [n, vectors, z], of float32 `rows` [n, in] that are rotated already: vector
+    by vector inside of blocks, each the nearest entry of what the errors before it leave. No op of
+    torch, as `encode_weight`.
+
+    Args:
+        scale: [n, groups]; a group is one block or several.
+        codebook: as of `encode_weight`.
+        feedback: [blocks, size, size] float32: number j of a block gets the errors e_i (number less
+            entry times scale) of the vectors before its own, times [j, i].
+    """
+    entry = entry_of_rows("round_weight", rows, scheme, rows.shape[-1])
+    codes: Tensor = entry.run(rows, scale, codebook, scheme, feedback)
+    return codes
 
 
 def encode_kv(x: Tensor, codebook: Tensor, scheme: VQScheme) -> tuple[Tensor, Tensor]:

@@ -87,7 +87,7 @@ def entry_of_rows(op: str, x: Tensor, scheme: VQScheme, length: int, *more: int)
     """The entry that runs an op on rows, found once for a shape.
 
     Args:
-        op: `rotate`, `encode`, `encode_weight` or `decode`.
+        op: `rotate`, `encode`, `encode_weight`, `round_weight` or `decode`.
         x: [..., n], the rows, or their codes.
         scheme: how rows are stored.
         length: numbers of a row.

@@ -85,6 +85,29 @@ HF_VQ_API int hf_vq_decode(const hf_vq_matrix* w, int64_t first, int64_t rows, v
 HF_VQ_API int hf_vq_rotate(const hf_vq_matrix* w, const void* x, int dtype, int64_t rows, void* rotated,
                            int rotated_dtype);
 
+// Rows of a weight that are rotated already, and the codebook that they get.
+typedef struct hf_vq_rows {
+  const float* rows;         // [n, in]
+  const uint16_t* codebook;  // fp16 [entries, x]
+  int64_t n, in;
+  int64_t group;             // numbers of a row that share a scale
+  int32_t x, entries;        // 1, 2 or 4 numbers; up to 256 entries
+} hf_vq_rows;
+
+// HF_VQ_OK if the two functions below take such rows; its pointers are not read.
+HF_VQ_API int hf_vq_rows_supported(const hf_vq_rows* w);
+
+// codes [n, in / x] and fp16 scales [n, in / group]: of each group the scale of the least squared error among its root
+// mean square times each of `factors`. With `refit`, scale and codes are fitted to each other once more.
+HF_VQ_API int hf_vq_encode_weight(const hf_vq_rows* w, const float* factors, int count, int refit, uint8_t* codes,
+                                  uint16_t* scale);
+
+// codes [n, in / x] under given scales [n, in / group], column by column inside of blocks of `size`, which divides a
+// group: number j gets the errors e_i = number - entry of all columns i of earlier vectors, times feedback[j, i] of
+// [in / size, size, size], before its entry is chosen.
+HF_VQ_API int hf_vq_round_weight(const hf_vq_rows* w, const float* scale, const float* feedback, int64_t size,
+                                 uint8_t* codes);
+
 // A matrix W [out, in] as VPTQ publishes it: hf_vq/formats/published/vptq.py draws it. Numbers are of `dtype`, float16
 // or bfloat16.
 typedef struct hf_vq_vptq {

@@ -13,6 +13,9 @@ struct Kernels {
   int (*nested_linear)(const hf_vq_matrix*, const uint8_t*, const void*, int, int64_t, const void*, int, void*);
   int (*decode)(const hf_vq_matrix*, int64_t, int64_t, void*, int);
   int (*rotate)(const hf_vq_matrix*, const void*, int, int64_t, void*, int);
+  int (*rows_supported)(const hf_vq_rows*);
+  int (*encode_weight)(const hf_vq_rows*, const float*, int, int, uint8_t*, uint16_t*);
+  int (*round_weight)(const hf_vq_rows*, const float*, const float*, int64_t, uint8_t*);
   int (*vptq_supports)(const hf_vq_vptq*);
   int (*vptq_linear)(const hf_vq_vptq*, const void*, int, int64_t, const void*, int, void*);
   int (*w4a8_supports)(const hf_vq_w4a8*);

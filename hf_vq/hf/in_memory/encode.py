@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 from torch.nn import TransformerEncoder, TransformerEncoderLayer
-from transformers.utils import logging
 
 from ...errors import VQConfigError
 from ...fit.rows import not_finite
@@ -22,8 +21,6 @@ from ..checkpoint import headers as stored_files
 from ..config import VQConfig, quantization_of
 from ..embeddings import put_module
 from ..quantize_op import advice, encode
-
-logger = logging.get_logger("hf_vq")
 
 # Attributes of PyTorch's encoders that keep what `leave_fast_path` replaced.
 _ACTIVATION, _NESTED = "_vq_activation_relu_or_gelu", "_vq_use_nested_tensor"
@@ -201,8 +198,7 @@ def dense_dtype(model: nn.Module) -> torch.dtype:
 def leave_out_automatic(config: VQConfig, why: str) -> None:
     """Quantize without activations, for a reason, unless somebody asked for them."""
     if config.activations == AUTO:
-        leave_out_activations(config)
-        logger.warning_once(f"hf_vq: the layers are quantized without activations: {why}.")
+        leave_out_activations(config, why, once=True)
 
 
 def nothing_to_quantize(model: nn.Module, config: VQConfig) -> VQConfigError:

@@ -155,6 +155,17 @@ int hf_vq_rotate(const hf_vq_matrix* w, const void* x, int dtype, int64_t rows, 
   return hf_vq::kernels().rotate(w, x, dtype, rows, rotated, rotated_dtype);
 }
 
+int hf_vq_rows_supported(const hf_vq_rows* w) { return hf_vq::kernels().rows_supported(w); }
+
+int hf_vq_encode_weight(const hf_vq_rows* w, const float* factors, int count, int refit, uint8_t* codes,
+                        uint16_t* scale) {
+  return hf_vq::kernels().encode_weight(w, factors, count, refit, codes, scale);
+}
+
+int hf_vq_round_weight(const hf_vq_rows* w, const float* scale, const float* feedback, int64_t size, uint8_t* codes) {
+  return hf_vq::kernels().round_weight(w, scale, feedback, size, codes);
+}
+
 int hf_vq_vptq_supports(const hf_vq_vptq* w) { return hf_vq::kernels().vptq_supports(w); }
 
 int hf_vq_vptq_linear(const hf_vq_vptq* w, const void* x, int dtype, int64_t rows, const void* bias, int bias_dtype,

@@ -1,6 +1,7 @@
 """`VQConfig(activations=...)`: what it gains, where it works, what is recorded, what is refused."""
 
 import json
+import weakref
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from hf_vq.calibration import activations, offload
+from hf_vq.calibration import activations, blocks, offload
 from hf_vq.errors import VQConfigError, VQError
 from hf_vq.hf import VQConfig
 from hf_vq.hf.quantizer import logger
@@ -255,3 +256,52 @@ def test_recipes_and_schemes_without_a_rotation(dense):
         name for name, module in model.named_modules() if hasattr(module, "scheme")
     }
     assert found["activations"]["fallbacks"] == {}
+
+
+@pytest.fixture
+def halves(request, tmp_path):
+    """A model of bfloat16 numbers, saved in bfloat16 and in float32."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS[request.param]()).bfloat16()
+    for dtype in (torch.bfloat16, torch.float32):
+        model.to(dtype).save_pretrained(tmp_path / str(dtype))
+    return tmp_path
+
+
+@pytest.mark.parametrize("halves", CONFIGS, indirect=True)
+def test_blocks_of_16_bits_are_computed_in_float32_on_a_cpu(halves, monkeypatch):
+    """The codes are those of a float32 copy; and of that copy one block is in memory at once."""
+    made, left, converted = [], [], blocks._converted
+
+    def watched(tree, dtype):
+        found = converted(tree, dtype)
+        if isinstance(tree, dict) and dtype == torch.float32:  # the tensors of a block
+            left.append(sum(one() is not None for one in made))
+            made.extend(map(weakref.ref, found.values()))
+        return found
+
+    monkeypatch.setattr(blocks, "_converted", watched)
+    codes = []
+    for dtype in (torch.bfloat16, torch.float32):
+        config = VQConfig("vq-3", activations="random")
+        model = LOAD(halves / str(dtype), quantization_config=config, dtype=dtype)
+        assert model.dtype == dtype
+        codes.append({k: v for k, v in model.state_dict().items() if v.dtype == torch.uint8})
+    one, other = codes
+    assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+    assert len(made) > len(one) and not any(left)
+
+
+def test_a_model_that_mixes_dtypes_is_run_in_its_own(dense, monkeypatch):
+    """Not every architecture takes float32 embeddings."""
+
+    def refuse(self, *args):
+        if args[-1] is not None:
+            raise RuntimeError("expected BFloat16")
+        init(self, *args)
+
+    init = blocks.Blocks.__init__
+    monkeypatch.setattr(blocks.Blocks, "__init__", refuse)
+    config = VQConfig("vq-3", activations="random")
+    model = LOAD(dense("llama"), quantization_config=config, dtype=torch.bfloat16)
+    assert not model.config.quantization_config.provenance["activations"]["fallbacks"]

@@ -40,6 +40,9 @@ void open(const char* path) {
   find(handle, "hf_vq_linear", library.linear);
   find(handle, "hf_vq_decode", library.decode);
   find(handle, "hf_vq_rotate", library.rotate);
+  find(handle, "hf_vq_rows_supported", library.rows_supported);
+  find(handle, "hf_vq_encode_weight", library.encode_weight);
+  find(handle, "hf_vq_round_weight", library.round_weight);
   find(handle, "hf_vq_vptq_supports", library.vptq_supports);
   find(handle, "hf_vq_vptq_linear", library.vptq_linear);
   find(handle, "hf_vq_w4a8_supports", library.w4a8_supports);
@@ -214,6 +217,7 @@ int main(int count, char** arguments) {
   }
   test_linear();
   test_nested();
+  test_weight();
   test_vptq();
   test_w4a8();
   test_rotary_table();

@@ -20,6 +20,9 @@ struct Library {
   decltype(&hf_vq_nested_linear) nested_linear;
   decltype(&hf_vq_decode) decode;
   decltype(&hf_vq_rotate) rotate;
+  decltype(&hf_vq_rows_supported) rows_supported;
+  decltype(&hf_vq_encode_weight) encode_weight;
+  decltype(&hf_vq_round_weight) round_weight;
   decltype(&hf_vq_vptq_supports) vptq_supports;
   decltype(&hf_vq_vptq_linear) vptq_linear;
   decltype(&hf_vq_w4a8_supports) w4a8_supports;
@@ -70,6 +73,7 @@ struct Tally {
 
 void test_linear();
 void test_nested();
+void test_weight();
 void test_vptq();
 void test_w4a8();
 void test_rotary_table();

@@ -1,0 +1,327 @@
+// SPDX-License-Identifier: Apache-2.0
+// Rotated rows of a weight to codes: scales of groups by search (`encode_weight`), and LDLQ inside of blocks
+// (`round_weight`). Their specifications are hf_vq/ops/reference/encode_weight.py and round_weight.py.
+//
+//     lane         r = 0 .. 63: a group, or a row in one block
+//     columns      number j of lane r is at [j kLanes + r], so that no step reduces across lanes
+//
+//     for every vector:   u = numbers / scale -> nearest entry b of all -> e = numbers - scale b
+//     LDLQ:               numbers of later vectors j lose sum_i F_ij e_i; each adds up its sum when its turn comes, in
+//                         registers
+//
+// Bottleneck: comparing all entries, 2 to 4 multiplications for each, which takes less time than a table of cells whose
+// reads wait for each other.
+#pragma once
+#include "../host/threads.h"
+#include "../kv/encode.h"
+#include "../primitives/scratch.h"
+
+namespace hf_vq {
+namespace {
+namespace weight {
+
+constexpr int kLanes = 64;
+constexpr int kChunk = kRegisters >= 32 ? 4 : 2;        // vectors of lanes that are searched together
+constexpr int kChunkLanes = kChunk * kFloats;
+constexpr float kNever = -1e38f, kFar = 1e18f;          // bonus and number of entries that are not there
+
+static_assert(kLanes % kChunkLanes == 0 && kChunkLanes <= kLanes, "lanes are whole chunks");
+
+struct Call {
+  const hf_vq_rows* w;
+  const kv::Entries* entries;
+  // encode_weight
+  const float* factors;
+  int count, refit;
+  // round_weight
+  const float* scales;
+  const float* feedback;
+  int64_t size, tiles;
+  uint8_t* codes;
+  uint16_t* scale;
+  int status;
+};
+
+inline int64_t groups(const hf_vq_rows& w) { return w.in / w.group; }
+
+// Entries, with such as are never the nearest up to a multiple of 16.
+inline void read_all(const hf_vq_rows& w, kv::Entries& entries) {
+  const int count = (w.entries + kv::kSome - 1) / kv::kSome * kv::kSome;
+  uint16_t book[kv::kEntries * kv::kComponents] = {};
+  memcpy(book, w.codebook, size_t(w.entries) * w.x * 2);
+  kv::read_entries(book, count, w.x, entries);
+  entries.ascending = entries.ascending && count == w.entries;
+  for (int e = 0; e < count; ++e) {
+    if (e >= w.entries) entries.number[0][e] = kFar;
+    float norm = 0;
+    for (int c = 0; c < w.x; ++c) norm += entries.number[c][e] * entries.number[c][e];
+    entries.bonus[e] = e < w.entries ? -0.5f * norm : kNever;
+  }
+}
+
+// Numbers of `count` adjacent columns of lanes rows[0..n), as columns; lanes that are not there are 0.
+inline void gather(const float* const* rows, int n, int64_t count, float* columns) {
+  for (int r = 0; r < kLanes; ++r)
+    for (int64_t j = 0; j < count; ++j) columns[j * kLanes + r] = r < n ? rows[r][j] : 0.0f;
+}
+
+// Where lane r of a vector's component c is in `u`: the order that kv/encode.h reads.
+template <int X> inline float* lane_of(float* u, int r, int c) {
+  return u + (r / kv::kTogether * X + c) * kv::kTogether + r % kv::kTogether;
+}
+
+// u = columns / scale of one vector.
+template <int X> inline void divide(const float* columns, const float* scale, float* u) {
+  for (int r = 0; r < kLanes; r += kFloats) {
+    const Floats unit = max(load(scale + r), splat(kv::kSmallest));
+    for (int c = 0; c < X; ++c) store(lane_of<X>(u, r, c), load(columns + c * kLanes + r) / unit);
+  }
+}
+
+// The code of each lane of one vector.
+template <int X> inline void nearest(const kv::Entries& entries, float* u, uint8_t* code) {
+  for (int r = 0; r < kLanes; r += kChunkLanes) {
+    const float* place[kChunk];
+    uint8_t* found[kChunk];
+    for (int k = 0; k < kChunk; ++k) {
+      place[k] = lane_of<X>(u, r + k * kFloats, 0);
+      found[k] = code + r + k * kFloats;
+    }
+    kv::nearest_own_entry<X, kChunk>(entries, place, found);
+  }
+}
+
+// Add to distance[r] the squared distance of lane r's vector to its nearest entry. Of single numbers it is added up as
+// such: with 256 entries it is so small that float32 loses it in |u|^2 - 2 <u, b> + |b|^2.
+template <int X> inline void add_distance(const kv::Entries& entries, float* u, float* distance) {
+  for (int r = 0; r < kLanes; r += kChunkLanes) {
+    Floats vector[kChunk][X], top[kChunk];
+    for (int k = 0; k < kChunk; ++k) {
+      for (int c = 0; c < X; ++c) vector[k][c] = load(lane_of<X>(u, r + k * kFloats, c));
+      top[k] = splat(X == 1 ? kv::kInfinity : -kv::kInfinity);
+    }
+    for (int e = 0; e < entries.count; ++e) {
+      Floats b[X];
+      for (int c = 0; c < X; ++c) b[c] = splat(entries.number[c][e]);
+      if constexpr (X == 1) {
+        for (int k = 0; k < kChunk; ++k) {
+          const Floats apart = vector[k][0] - b[0];
+          top[k] = min(fma(apart, apart, splat(0.0f)), top[k]);
+        }
+        continue;
+      }
+      for (int k = 0; k < kChunk; ++k)
+        top[k] = max(kv::affinity<X>(vector[k], b, splat(entries.bonus[e])), top[k]);
+    }
+    for (int k = 0; k < kChunk; ++k) {
+      Floats norm = splat(0.0f);
+      for (int c = 0; c < X; ++c) norm = fma(vector[k][c], vector[k][c], norm);
+      const Floats squared = X == 1 ? top[k] : max(fma(splat(-2.0f), top[k], norm), splat(0.0f));
+      float* sum = distance + r + k * kFloats;
+      store(sum, load(sum) + squared);
+    }
+  }
+}
+
+// fp16 and back: a scale as it is stored.
+inline void round_scale(float* scale) {
+  uint16_t half[kLanes];
+  for (int r = 0; r < kLanes; r += kFloats) {
+    store_half(half + r, load(scale + r));
+    store(scale + r, load_half(half + r));
+  }
+}
+
+// The root mean square of each lane's group, times the factor of the least error.
+template <int X> inline void search(const Call& call, const float* columns, float* u, float* scale) {
+  const int64_t group = call.w->group;
+  alignas(64) float rms[kLanes], best[kLanes], tried[kLanes], distance[kLanes];
+  for (int r = 0; r < kLanes; r += kFloats) {
+    Floats energy = splat(0.0f);
+    for (int64_t j = 0; j < group; ++j) {
+      const Floats number = load(columns + j * kLanes + r);
+      energy = fma(number, number, energy);
+    }
+    store(rms + r, sqrt(energy / splat(float(group))));
+    store(best + r, splat(kv::kInfinity));
+    store(scale + r, call.count > 1 ? load(rms + r) : load(rms + r) * splat(call.factors[0]));
+  }
+  for (int f = 0; call.count > 1 && f < call.count; ++f) {
+    for (int r = 0; r < kLanes; r += kFloats) {
+      store(tried + r, load(rms + r) * splat(call.factors[f]));
+      store(distance + r, splat(0.0f));
+    }
+    for (int64_t j = 0; j < group; j += X) {
+      divide<X>(columns + j * kLanes, tried, u);
+      add_distance<X>(*call.entries, u, distance);
+    }
+    for (int r = 0; r < kLanes; r += kFloats) {
+      const Floats candidate = load(tried + r), error = load(distance + r) * candidate * candidate;
+      store(scale + r, where_less(error, load(best + r), candidate, load(scale + r)));
+      store(best + r, where_less(error, load(best + r), error, load(best + r)));
+    }
+  }
+  round_scale(scale);
+}
+
+// Codes [lanes, vectors] under `scale`; with `fitted`, also the least-squares scale of their entries.
+template <int X>
+inline void assign(const Call& call, const float* columns, float* u, const float* scale, uint8_t* const* out, int n,
+                   float* fitted) {
+  const int64_t vectors = call.w->group / X;
+  alignas(64) float along[kLanes] = {}, energy[kLanes] = {};
+  alignas(64) uint8_t code[kLanes];
+  for (int64_t i = 0; i < vectors; ++i) {
+    divide<X>(columns + i * X * kLanes, scale, u);
+    nearest<X>(*call.entries, u, code);
+    for (int r = 0; r < n; ++r) out[r][i] = code[r];
+    if (fitted == nullptr) continue;
+    for (int c = 0; c < X; ++c)
+      for (int r = 0; r < kLanes; ++r) {
+        const float entry = call.entries->number[c][code[r]];
+        along[r] += columns[(i * X + c) * kLanes + r] * entry;
+        energy[r] += entry * entry;
+      }
+  }
+  if (fitted == nullptr) return;
+  for (int r = 0; r < kLanes; ++r) {
+    const bool helps = along[r] > 0 && energy[r] > 0 && scale[r] - scale[r] == 0;  // a scale that is not finite stays
+    fitted[r] = helps ? along[r] / energy[r] : scale[r];
+  }
+  round_scale(fitted);
+  for (int r = 0; r < kLanes; ++r)
+    if (!(scale[r] - scale[r] == 0)) fitted[r] = scale[r];
+}
+
+template <int X> void encode_groups(int64_t begin, int64_t end, void* context) {
+  Call& call = *static_cast<Call*>(context);
+  const hf_vq_rows& w = *call.w;
+  const int64_t vectors = w.group / X, all = w.n * groups(w);
+  const Scratch<float> columns{size_t(w.group * kLanes)};
+  if (!columns) {
+    call.status = HF_VQ_NO_MEMORY;
+    return;
+  }
+  alignas(64) float u[kLanes * X], scale[kLanes], fitted[kLanes];
+  for (int64_t tile = begin; tile < end; ++tile) {
+    const float* rows[kLanes];
+    uint8_t* out[kLanes];
+    const int64_t first = tile * kLanes;
+    const int n = int(all - first < kLanes ? all - first : kLanes);
+    for (int r = 0; r < n; ++r) {
+      rows[r] = w.rows + (first + r) * w.group;
+      out[r] = call.codes + (first + r) * vectors;
+    }
+    gather(rows, n, w.group, columns.get());
+    search<X>(call, columns.get(), u, scale);
+    assign<X>(call, columns.get(), u, scale, out, n, call.refit ? fitted : nullptr);
+    if (call.refit) {
+      assign<X>(call, columns.get(), u, fitted, out, n, scale);
+    }
+    uint16_t half[kLanes];
+    for (int r = 0; r < kLanes; r += kFloats) store_half(half + r, load(scale + r));
+    memcpy(call.scale + first, half, size_t(n) * 2);
+  }
+}
+
+// Components 0..X - 1 of a vector at column j: what is left of them after the errors of the columns before it, which
+// `left` holds there.
+template <int X> inline void take_errors(const float* feedback, int64_t size, int64_t j, float* left) {
+  for (int r = 0; r < kLanes; r += kChunkLanes) {
+    Floats sum[X][kChunk];
+    for (int c = 0; c < X; ++c)
+      for (int k = 0; k < kChunk; ++k) sum[c][k] = load(left + (j + c) * kLanes + r + k * kFloats);
+    for (int64_t i = 0; i < j; ++i) {
+      Floats error[kChunk];
+      for (int k = 0; k < kChunk; ++k) error[k] = load(left + i * kLanes + r + k * kFloats);
+      for (int c = 0; c < X; ++c) {
+        const Floats factor = splat(feedback[(j + c) * size + i]);
+        for (int k = 0; k < kChunk; ++k) sum[c][k] = fma(factor, error[k], sum[c][k]);
+      }
+    }
+    for (int c = 0; c < X; ++c)
+      for (int k = 0; k < kChunk; ++k) store(left + (j + c) * kLanes + r + k * kFloats, sum[c][k]);
+  }
+}
+
+template <int X> void round_tiles(int64_t begin, int64_t end, void* context) {
+  Call& call = *static_cast<Call*>(context);
+  const hf_vq_rows& w = *call.w;
+  const int64_t size = call.size, vectors = w.in / X;
+  const Scratch<float> left{size_t(size * kLanes)};
+  if (!left) {
+    call.status = HF_VQ_NO_MEMORY;
+    return;
+  }
+  alignas(64) float u[kLanes * X], scale[kLanes];
+  alignas(64) uint8_t code[kLanes];
+  for (int64_t task = begin; task < end; ++task) {
+    const int64_t block = task / call.tiles, first = task % call.tiles * kLanes, start = block * size;
+    const int n = int(w.n - first < kLanes ? w.n - first : kLanes);
+    const float* feedback = call.feedback + block * size * size;
+    const float* rows[kLanes];
+    for (int r = 0; r < n; ++r) rows[r] = w.rows + (first + r) * w.in + start;
+    for (int r = 0; r < kLanes; ++r)
+      scale[r] = r < n ? call.scales[(first + r) * groups(w) + start / w.group] : 1.0f;
+    gather(rows, n, size, left.get());
+    for (int64_t j = 0; j < size; j += X) {
+      take_errors<X>(feedback, size, j, left.get());
+      float* column = left.get() + j * kLanes;
+      divide<X>(column, scale, u);
+      nearest<X>(*call.entries, u, code);
+      for (int r = 0; r < n; ++r) call.codes[(first + r) * vectors + (start + j) / X] = code[r];
+      for (int c = 0; c < X; ++c)
+        for (int r = 0; r < kLanes; ++r)
+          column[c * kLanes + r] -= call.entries->number[c][code[r]] * scale[r];
+    }
+  }
+}
+
+inline bool fits(const hf_vq_rows& w) {
+  const bool entry = (w.x == 1 || w.x == 2 || w.x == 4) && w.entries >= 2 && w.entries <= kv::kEntries;
+  return entry && w.n >= 0 && w.in > 0 && w.group > 0 && w.in % w.group == 0 && w.group % w.x == 0;
+}
+
+inline Range with_x(int x, Range one, Range two, Range four) { return x == 1 ? one : x == 2 ? two : four; }
+
+}  // namespace weight
+
+int rows_supported(const hf_vq_rows* w) { return weight::fits(*w) ? HF_VQ_OK : HF_VQ_UNSUPPORTED; }
+
+int encode_weight(const hf_vq_rows* w, const float* factors, int count, int refit, uint8_t* codes, uint16_t* scale) {
+  if (!weight::fits(*w) || count < 1) return HF_VQ_UNSUPPORTED;
+  kv::Entries entries;
+  weight::read_all(*w, entries);
+  weight::Call call{};
+  call.w = w;
+  call.entries = &entries;
+  call.factors = factors;
+  call.count = count;
+  call.refit = refit;
+  call.codes = codes;
+  call.scale = scale;
+  const int64_t tiles = (w->n * weight::groups(*w) + weight::kLanes - 1) / weight::kLanes;
+  parallel_for(tiles, 1, weight::with_x(w->x, weight::encode_groups<1>, weight::encode_groups<2>,
+                                        weight::encode_groups<4>), &call);
+  return call.status;
+}
+
+int round_weight(const hf_vq_rows* w, const float* scale, const float* feedback, int64_t size, uint8_t* codes) {
+  if (!weight::fits(*w) || size < w->x || size % w->x || w->group % size) return HF_VQ_UNSUPPORTED;
+  kv::Entries entries;
+  weight::read_all(*w, entries);
+  weight::Call call{};
+  call.w = w;
+  call.entries = &entries;
+  call.scales = scale;
+  call.feedback = feedback;
+  call.size = size;
+  call.tiles = (w->n + weight::kLanes - 1) / weight::kLanes;
+  call.codes = codes;
+  parallel_for(w->in / size * call.tiles, 1, weight::with_x(w->x, weight::round_tiles<1>, weight::round_tiles<2>,
+                                                            weight::round_tiles<4>), &call);
+  return call.status;
+}
+
+}  // namespace
+}  // namespace hf_vq

@@ -1,0 +1,114 @@
+"""The entries `cpu.encode_weight` and `cpu.round_weight` on every instruction set, against float64
+and against their specifications."""
+
+import pytest
+import torch
+
+from hf_vq import dispatch
+from hf_vq.backends.cpu import encode, library
+from hf_vq.dispatch import EncodeWeightProblem
+from hf_vq.env import CPU_ISA
+from hf_vq.formats import WEIGHT_SCHEMES, weight_scheme
+from hf_vq.formats.packing import unpack_bits
+from hf_vq.formats.shared import universal_tensor
+from hf_vq.ops.reference import encode_weight as specification
+from hf_vq.ops.reference.encode_weight import FACTORS
+from hf_vq.ops.reference.round_weight import round_weight
+
+pytestmark = pytest.mark.skipif(library.load() is None, reason=library.why_not())
+
+
+def verdicts(scheme, in_features=128):
+    problem = EncodeWeightProblem("cpu", "float32", scheme.spec(), 16, in_features, 1)
+    return {verdict.entry.name: verdict for verdict in dispatch.explain(problem)}
+
+
+ONE_PASS = [name for name, one in WEIGHT_SCHEMES.items() if one.streams == 1 and not one.two_passes]
+SCHEMES = [n for n in ONE_PASS if verdicts(weight_scheme(n))["cpu.encode_weight"].chosen]
+SHAPES = [(1, 128), (63, 96), (65, 384)]
+
+
+@pytest.fixture(params=library.isas())
+def isa(request):
+    library.use_isa(request.param)
+    yield request.param
+    library.use_isa(CPU_ISA.get())
+
+
+def is_nearest(vectors, codes, book):
+    """Whether entries [n] are the nearest to `vectors` [n, x] float64, up to float32."""
+    distance = (vectors[:, None] - book).square().sum(2)
+    found = distance.gather(1, codes[:, None].long())[:, 0]
+    return bool((found <= distance.amin(1) + 1e-5 * (1 + vectors.square().sum(1))).all())
+
+
+def test_the_schemes_that_it_is_for():
+    rotated = {"vq-4", "vq-3", "vq-2", *(f"turboquant-{bits}" for bits in range(1, 9))}
+    assert set(SCHEMES) == rotated
+    for name, reason in (("quip-sharp-2", "no lattice"), ("gptvq-2", "one universal codebook")):
+        assert reason in verdicts(weight_scheme(name))["cpu.encode_weight"].reason
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", SCHEMES)
+def test_codes_are_of_the_nearest_entries(name, shape, isa):
+    scheme, rows = weight_scheme(name), torch.randn(shape) * torch.rand(shape[0], 1)
+    book, group = universal_tensor(scheme), scheme.group(shape[1])
+    packed, scale = encode.encode_weight(rows, book, scheme, (1.0,), False)
+    count = shape[1] // scheme.vector_size
+    codes = unpack_bits(packed, scheme.entry_bits, count)
+    unit = scale.double().repeat_interleave(group, 1)
+    vectors = (rows.double() / unit).reshape(-1, scheme.vector_size)
+    assert is_nearest(vectors, codes.flatten(), book[0].double())
+    exact = rows.double().unflatten(1, (-1, group)).square().mean(2).sqrt()
+    torch.testing.assert_close(scale.double(), exact, rtol=2.0**-10, atol=0)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_searched_scales_are_as_good_as_those_of_the_specification(name, isa):
+    scheme = weight_scheme(name)
+    rows, book = torch.randn(65, 256), universal_tensor(scheme)
+    rows[3], rows[5, :128] = 0, 1e-8  # and groups of nothing, or of what fp16 has no scale for
+    errors = []
+    for encoded in (encode.encode_weight, specification.encode_weight):
+        packed, scale = encoded(rows, book, scheme, FACTORS, True)
+        codes = unpack_bits(packed, scheme.entry_bits, 256 // scheme.vector_size).long()
+        entries = book[0].double()[codes].flatten(1)
+        stored = entries * scale.double().repeat_interleave(scheme.group(256), 1)
+        errors.append(float((stored - rows).square().sum()))
+    # <u, b> - |b|^2 / 2 is rounded to float32, which may turn almost equal distances around.
+    assert abs(errors[0] - errors[1]) < torch.finfo(torch.float32).eps * float(rows.square().sum())
+
+
+@pytest.mark.parametrize("value", [torch.inf, torch.nan, 1e30])
+def test_groups_that_are_not_finite_have_such_a_scale(value, isa):
+    scheme, rows = weight_scheme("vq-4"), torch.randn(3, 256)
+    rows[1, 130] = value
+    _, scale = encode.encode_weight(rows, universal_tensor(scheme), scheme, FACTORS, True)
+    assert scale.isfinite().tolist() == [[True, True], [True, False], [True, True]]
+
+
+@pytest.mark.parametrize("size", [32, 128])
+@pytest.mark.parametrize("shape", [(1, 128), (65, 384)])
+@pytest.mark.parametrize("name", SCHEMES)
+def test_errors_are_passed_on_inside_of_blocks(name, shape, size, isa):
+    """Each code is of the entry that is nearest to what the errors before it leave, in float64."""
+    scheme, (n, length) = weight_scheme(name), shape
+    rows, book, width = torch.randn(shape), universal_tensor(scheme), scheme.vector_size
+    blocks = length // size
+    vector = torch.arange(size) // width
+    feedback = 0.1 * torch.randn(blocks, size, size) * (vector[:, None] > vector)
+    scale = (0.5 + torch.rand(n, length // scheme.group(length))).half()
+    codes = encode.round_weight(rows, scale, book, scheme, feedback)
+    assert codes.shape == (n, length // width, 1)
+    entries = book[0].double()[codes[..., 0].long()].reshape(n, blocks, size)
+    unit = scale.double().repeat_interleave(scheme.group(length), 1).reshape(n, blocks, size)
+    # e = left - entry scale with left = rows + F e, so (1 - F) e = rows - entry scale
+    apart = (rows.double().reshape(n, blocks, size) - entries * unit).transpose(0, 1).mT
+    eye = torch.eye(size, dtype=torch.float64)
+    errors = torch.linalg.solve_triangular(eye - feedback.double(), apart, upper=False)
+    left = errors.mT.transpose(0, 1) + entries * unit
+    vectors = (left / unit).reshape(-1, width)
+    assert is_nearest(vectors, codes.flatten(), book[0].double())
+    same = round_weight(rows, scale, book, scheme, feedback)
+    assert (same == codes).float().mean() > 0.99  # after a tie, rows differ
