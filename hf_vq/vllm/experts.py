@@ -57,7 +57,8 @@ _ACTIVATIONS: dict[MoEActivation, Callable[[Tensor], Tensor]] = {
 
 class DenseExperts(nn.Module):
     """The module that a `VQExperts` replaces: sizes, flags and the gate of a layer of vLLM, as
-    Transformers has them. Weights are on the meta device; biases are not a number until they are loaded.
+    Transformers has them. Weights are on the meta device; biases are not a number until they are
+    loaded.
 
     Args:
         moe: vLLM's config of the layer.
