@@ -56,8 +56,9 @@ _ACTIVATIONS: dict[MoEActivation, Callable[[Tensor], Tensor]] = {
 
 
 class DenseExperts(nn.Module):
-    """What a `VQExperts` replaces: sizes, flags and the gate of a layer of vLLM, as Transformers
-    has them. Weights are on the meta device; biases are not a number until they are loaded.
+    """The module that a `VQExperts` replaces: sizes, flags and the gate of a layer of vLLM, as
+    Transformers has them. Weights are on the meta device; biases are not a number until they are
+    loaded.
 
     Args:
         moe: vLLM's config of the layer.
@@ -127,11 +128,11 @@ class VQExpertsMethod(FusedMoEMethodBase):
         super().__init__(layer.moe_config)
         self.config, self.name = config, name
         self.dummy = get_current_vllm_config().load_config.load_format == "dummy"
-        asked = {
+        refused = {
             "LoRA adapters": self.moe.is_lora_enabled,
             "routing weights on the inputs": layer.apply_router_weight_on_input,
         }
-        for what in (what for what, is_asked in asked.items() if is_asked):
+        for what in (what for what, is_requested in refused.items() if is_requested):
             raise VQConfigError(
                 f"{name}: experts with codes cannot have {what} in vLLM. Serve the model with "
                 "Transformers, or leave the experts dense."
@@ -200,7 +201,7 @@ class VQExpertsMethod(FusedMoEMethodBase):
             return linear_class(scheme)(size.in_features, size.out_features, False, scheme)
 
     def _load_all(self, layer: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
-        """What `RoutedExperts.load_weights` is for dense weights."""
+        """Load stored tensors, as `RoutedExperts.load_weights` loads dense ones."""
         for name, stored in weights:
             attribute = name.rpartition(".")[2]
             if attribute in _BIASES:

@@ -1,6 +1,6 @@
 """Dense models whose layers become codes while vLLM loads them: `--quantization vq`.
 
-vLLM's own loaders fill dense weights, a layer at a time; the last tensor of a layer starts
+vLLM's own loaders fill dense weights, layer by layer; the last tensor of a layer starts
 `process_weights_after_loading`. Ranks encode their own parts, so nothing limits how they split.
 """
 
