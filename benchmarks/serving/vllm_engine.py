@@ -10,7 +10,7 @@ each measures while the others wait.
     this process                     a process for each pair
     make the checkpoints    ----->   load, compile, capture
     wait for all            <-----   "ready", bytes of the weights
-    one after the other     ----->   measure
+    in order                ----->   measure
     report                  <-----   the row
 """
 
@@ -79,7 +79,7 @@ def run(
     case = serve.CASES[device]
     prompt, new = prompt or case.prompt, new or case.new
     memory = _MEMORY[device] if memory_gb is None else memory_gb
-    asked = {"requests": requests or REQUESTS[device], "prompt": prompt, "new": new}
+    job = {"requests": requests or REQUESTS[device], "prompt": prompt, "new": new}
     rows = []
     with contextlib.ExitStack() as stack:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -88,8 +88,9 @@ def run(
             weights, _, kv = pair.partition("/")
             size = _checkpoint(root / weights, case.config, weights, device)
             left = int((memory - RESERVE[device]) * _GB) - size
-            more = {"weights": weights, "kv": kv, "folder": str(root / weights), "left": left}
-            engines.append(stack.enter_context(_engine(asked | more, root / f"{len(engines)}.log")))
+            more = {"weights": weights, "kv": kv, "folder": str(root / weights), "left": left,
+                    "memory": memory}  # fmt: skip
+            engines.append(stack.enter_context(_engine(job | more, root / f"{len(engines)}.log")))
         for engine in engines:
             _said(engine)
         for engine in engines:
@@ -130,13 +131,13 @@ def _checkpoint(folder: Path, config: LlamaConfig, weights: str, device: str) ->
 
 
 @contextlib.contextmanager
-def _engine(asked: dict[str, Any], log: Path) -> Iterator[subprocess.Popen[str]]:
+def _engine(job: dict[str, Any], log: Path) -> Iterator[subprocess.Popen[str]]:
     """A process that runs `main`, killed at the end."""
-    chosen = "" if asked["kv"] == FLOATS else asked["kv"]
+    chosen = "" if job["kv"] == FLOATS else job["kv"]
     switches = {env.VLLM_KV.name: chosen, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     with log.open("w") as lines:
         process = subprocess.Popen(
-            [sys.executable, "-m", __spec__.name, json.dumps(asked)],
+            [sys.executable, "-m", __spec__.name, json.dumps(job)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=lines, text=True,
             env=os.environ | switches,
         )  # fmt: skip
@@ -163,32 +164,38 @@ def _said(process: subprocess.Popen[str], tell: str = "") -> dict[str, Any]:
     raise VQBackendError(f"an engine of vLLM failed: {log.read_text()[-3000:]}")
 
 
-def main(asked: dict[str, Any]) -> None:
+def main(job: dict[str, Any]) -> None:
     """Run one engine: start, say so, wait for a line, measure, say the row."""
     from vllm import LLM
 
     cuda = torch.cuda.is_available()
-    coded = cuda and asked["kv"] != FLOATS
+    coded = cuda and job["kv"] != FLOATS
     llm = LLM(
-        asked["folder"], skip_tokenizer_init=True, max_model_len=asked["prompt"] + asked["new"],
-        load_format="dummy" if asked["weights"] == serve.DENSE else "auto",
-        kv_cache_memory_bytes=asked["left"], enable_prefix_caching=False, max_num_seqs=512,
+        job["folder"], skip_tokenizer_init=True, max_model_len=job["prompt"] + job["new"],
+        load_format="dummy" if job["weights"] == serve.DENSE else "auto",
+        kv_cache_memory_bytes=job["left"], enable_prefix_caching=False, max_num_seqs=512,
         enforce_eager=not cuda, disable_log_stats=True,
+        **({"gpu_memory_utilization": _part(job["memory"])} if cuda else {}),
         **({"attention_backend": "CUSTOM"} if coded else {}),
     )  # fmt: skip
     _say({"ready": True})
     input()
     cache = llm.llm_engine.vllm_config.cache_config
     capacity = cache.num_gpu_blocks * cache.block_size
-    between = {count: _between_tokens(llm, count) for count in asked["requests"]}
-    fitting = max(1, min(capacity // (asked["prompt"] + asked["new"]), 512))
-    _seconds(llm, fitting, asked["prompt"], 2)
-    seconds = _seconds(llm, fitting, asked["prompt"], asked["new"])
+    between = {count: _between_tokens(llm, count) for count in job["requests"]}
+    fitting = max(1, min(capacity // (job["prompt"] + job["new"]), 512))
+    _seconds(llm, fitting, job["prompt"], 2)
+    seconds = _seconds(llm, fitting, job["prompt"], job["new"])
     _say({
-        "weights": asked["weights"], "kv": asked["kv"], "capacity_tokens": capacity,
+        "weights": job["weights"], "kv": job["kv"], "capacity_tokens": capacity,
         "ms_between_tokens": between, "requests": fitting,
-        "tokens_per_second": fitting * asked["new"] / seconds,
+        "tokens_per_second": fitting * job["new"] / seconds,
     })  # fmt: skip
+
+
+def _part(memory: float) -> float:
+    """Part of the GPU's memory: vLLM refuses to start if the other engines left less."""
+    return memory * _GB / torch.cuda.mem_get_info()[1]
 
 
 def _say(what: dict[str, Any]) -> None:

@@ -90,8 +90,8 @@ def install(model: PreTrainedModel, cache: VQCache, new: int) -> None:
     if wanted == "0" or model.device.type != "cpu":
         return
     steps = _steps_of(model)
-    steps.asked += new
-    pays = wanted == "1" or steps.asked >= _PAYS
+    steps.requested += new
+    pays = wanted == "1" or steps.requested >= _PAYS
     if pays and "forward" not in model.__dict__:
         patches.override(model, "forward", Forward(model))
     if type(model.__dict__.get("forward")) is Forward:
@@ -171,7 +171,7 @@ class _Steps:
         self.refused: dict[Any, str] = {}  # until `generate` is called again
         self.lock = threading.Lock()
         self.long: weakref.WeakSet[VQCache] = weakref.WeakSet()  # caches of calls that pay for it
-        self.asked = 0  # tokens, by all calls of `generate`
+        self.requested = 0  # tokens, by all calls of `generate`
         self.changes = 0  # programs in a row that a change of the model ended before they paid
 
     def __reduce__(self) -> Any:

@@ -397,7 +397,7 @@ def check_mask(mask: Tensor | None) -> None:
 
 
 def trace(
-    model: PreTrainedModel, cache: VQCache, token: int, position: int | None, held: int | None
+    model: PreTrainedModel, cache: VQCache, token: int, position: int | None, num_cached: int | None
 ) -> Step:
     """Trace one step; the cache takes the token.
 
@@ -406,7 +406,7 @@ def trace(
         cache: that a prompt has filled.
         token: its number.
         position: of the token; None = the one after those in the cache.
-        held: how many tokens the model is told that the cache holds; None = as many as it does.
+        num_cached: tokens that the model is told the cache holds; None = as many as it does.
 
     Raises:
         Refused: the step is no program.
@@ -422,11 +422,11 @@ def trace(
         return recorder.update(cache, slots, keys, values, layer)
 
     claims: dict[str, Any] = {"update": update}
-    if held is not None:
+    if num_cached is not None:
         claims |= {
-            "get_seq_length": lambda *args, **kwargs: held,
+            "get_seq_length": lambda *args, **kwargs: num_cached,
             "get_mask_sizes": lambda queries, layer, **kwargs: _as_if(
-                held, cache.layers[layer], int(queries)
+                num_cached, cache.layers[layer], int(queries)
             ),
         }
     cache.__dict__.update(claims)
@@ -453,10 +453,10 @@ def trace(
     return Step(program, recorder.numbers, slots, type(out), logits.shape)
 
 
-def _as_if(held: int, layer: Any, queries: int) -> tuple[int, int]:
+def _as_if(num_cached: int, layer: Any, queries: int) -> tuple[int, int]:
     """`get_mask_sizes` of a layer that holds so many tokens, or the last ones of them."""
-    past = min(layer.sliding_window - 1, held) if layer.is_sliding else held
-    return past + queries, held - past
+    past = min(layer.sliding_window - 1, num_cached) if layer.is_sliding else num_cached
+    return past + queries, num_cached - past
 
 
 @contextmanager

@@ -6,8 +6,8 @@ compare      each instruction, given what PyTorch gave its own ops, computes the
              does not becomes a call of PyTorch
 whole        the program of both traces
 
-PyTorch's sums and functions have an order and polynomials of their own, which depend on its version
-and the processor. The library's equal those of the machines that we know; `compare` finds out on
+The order of PyTorch's sums, and the polynomials of its functions, depend on its version and the
+processor. The library's equal those of the machines that we know; `compare` finds out on
 many numbers whether they do here.
 """
 
