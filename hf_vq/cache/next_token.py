@@ -258,6 +258,8 @@ class WindowPlaces:
 
 def _with_room(x: Tensor, tokens: int) -> Tensor:
     """x [1, H, n, D] in a memory for some tokens."""
-    memory = torch.empty(*x.shape[:2], tokens, x.shape[3], dtype=x.dtype)
-    memory[:, :, : x.shape[2]] = x
+    with torch.inference_mode(False):  # later steps may write where inference mode is off
+        memory = torch.empty(*x.shape[:2], tokens, x.shape[3], dtype=x.dtype)
+    with torch.no_grad():
+        memory[:, :, : x.shape[2]] = x
     return memory

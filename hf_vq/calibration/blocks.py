@@ -16,10 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+from transformers.utils import logging
 
 from ..errors import VQCalibrationError
 from .offload import in_memory, place_of
 from .targets import Target
+
+logger = logging.get_logger("hf_vq")
 
 
 def find_blocks(model: nn.Module, names: Iterable[str]) -> str:
@@ -112,13 +115,27 @@ class Blocks:
         args, kwargs = self._calls[index].with_hidden(hidden)
         args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to(device), (args, kwargs))
         block, known = self.blocks[index], tensors or {}
-        if self.dtype is not None:
-            args, kwargs = _converted((args, kwargs), self.dtype)
-            own = dict(chain(block.named_parameters(), block.named_buffers()))
-            left = {name: tensor for name, tensor in own.items() if name not in known}
-            known = {**_converted(left, self.dtype), **known}
-        result = torch.func.functional_call(block, known, args, kwargs)
+        if self.dtype is None:
+            result = torch.func.functional_call(block, known, args, kwargs)
+            return _hidden_of(result).to(hidden.device)
+        try:
+            result = self._in_dtype(block, known, args, kwargs)
+        except Exception as error:  # the model's code may name a dtype, or memory may end
+            if self.dtype is self.model.dtype:
+                raise
+            logger.info("hf_vq: %s Blocks run in %s instead.", error, self.model.dtype)
+            self.dtype = self.model.dtype
+            result = self._in_dtype(block, known, args, kwargs)
         return _hidden_of(result).to(hidden.device)
+
+    def _in_dtype(self, block: nn.Module, known: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
+        assert self.dtype is not None
+        args, kwargs = _converted((args, kwargs), self.dtype)
+        own = dict(chain(block.named_parameters(), block.named_buffers()))
+        left = {name: tensor for name, tensor in own.items() if name not in known}
+        given = {name: tensor.to(self.dtype) for name, tensor in known.items()}
+        tensors = {**_converted(left, self.dtype), **given}
+        return torch.func.functional_call(block, tensors, args, kwargs)
 
     def logits(self, ids: Tensor, hidden: Tensor) -> Tensor:
         """Logits of the model for the output of its last block.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from .. import env
 from ..dispatch.entry import load
 from ..dispatch.table import HEADS
 from ..errors import VQConfigError
@@ -18,10 +19,12 @@ _ROWS = 8192  # of the vocabulary, that a head decodes at a time
 def head_product(x: Tensor, rows: Tensor, kind: str) -> Tensor:
     """x E^T with E in `rows`, uint8 [num_embeddings, row_bytes], in the dtype of `x`.
 
-    One row of inputs is multiplied without decoding, where `dispatch.HEADS` has what does it.
+    One row of inputs is multiplied without decoding, in 15 bits, where `dispatch.HEADS` has what
+    does it and no backend is forced.
     """
     width = x.shape[-1]
-    if kind == "int8" and x.numel() == width and x.device.type in HEADS:
+    forced = env.BACKEND.get()
+    if kind == "int8" and x.numel() == width and x.device.type in HEADS and not forced:
         y: Tensor | None = None
         if is_plain_eager(x) and not autocasts(x.device):
             y = load(HEADS[x.device.type])(x, rows)

@@ -131,12 +131,12 @@ class VQExperts(QuantizedModule):
                 for expert in chosen.split(1)
             ]
             y = torch.cat(slots).view(*index.shape, -1) * weights[..., None]
-            return y.to(hidden_states.dtype).sum(1)
+            # The output of an expert that a token did not choose may be infinite.
+            return torch.where(known[..., None], y, 0).to(hidden_states.dtype).sum(1)
         result = torch.zeros_like(hidden_states)
         for expert in range(self.num_experts):
             weight = torch.where(index == expert, weights, 0).sum(-1, keepdim=True)
             weighted = self.expert(expert, hidden_states, len(index) == 1) * weight
-            # The output of an expert that a token did not choose may be infinite.
             result += torch.where(weight != 0, weighted, 0).to(result.dtype)
         return result
 

@@ -3,7 +3,7 @@
     vllm serve OUT          # OUT: written by `save_pretrained`, `hf-vq quantize` or `calibrate`
 
 vLLM finds `register` by the entry point `vllm.general_plugins` and calls it in each of its
-processes. The rest of this folder is imported when a model with codes is loaded.
+processes.
 """
 
 from __future__ import annotations

@@ -97,6 +97,11 @@ class VQAttentionBackend(AttentionBackend):
         return num_blocks, num_kv_heads, block_size, kv_cache.chosen_bytes(head_size)
 
     @classmethod
+    def supports_kv_connector(cls) -> bool:
+        """A connector may send some heads, and the bytes of a block are not sorted by head."""
+        return False
+
+    @classmethod
     def supports_sink(cls) -> bool:
         """True: logits that attend to nothing are added."""
         return True
@@ -200,7 +205,10 @@ class VQAttentionImpl(AttentionImpl[VQMetadata]):
         count = slot_mapping.shape[0]
         positions = None
         if pages.turns:
-            positions = _metadata(layer.layer_name).positions()[:count]
+            step = _metadata(layer.layer_name)
+            if step is None:  # a step that warms up or is captured: all slots are below 0
+                return
+            positions = step.positions()[:count]
         keys, values = (x[:count].transpose(0, 1)[None] for x in (key, value))
         if self.tables:
             pages.put(keys, values, slot_mapping, positions)
@@ -323,8 +331,9 @@ class VQAttentionImpl(AttentionImpl[VQMetadata]):
         return LayerPages(flat, page, books, known.mean, known.rotary_mean, rotary)
 
 
-def _metadata(layer: str) -> VQMetadata:
-    """Metadata of the running step for a layer."""
+def _metadata(layer: str) -> VQMetadata | None:
+    """Metadata of the running step for a layer; None in a step without requests."""
     found: Any = get_forward_context().attn_metadata
     found = found[0] if isinstance(found, list) else found
-    return found[layer] if isinstance(found, dict) else found
+    known: VQMetadata | None = found[layer] if isinstance(found, dict) else found
+    return known

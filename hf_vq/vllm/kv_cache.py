@@ -69,8 +69,13 @@ def register() -> None:
 
 
 def _register(backend: Any, name: str) -> None:
+    path = f"hf_vq.vllm.attention.{name}"
     if not backend.is_overridden():
-        register_backend(backend, f"hf_vq.vllm.attention.{name}")
+        register_backend(backend, path)
+    elif backend.get_path() != path:
+        logger.warning(
+            "%s is another plugin's (%s): no KV cache has codes.", backend.name, backend.get_path()
+        )
 
 
 def _register_dtype(dtype: str) -> None:

@@ -169,7 +169,7 @@ class EncodedLinearMethod(VQLinearMethod):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Encode the weight and let go of it."""
-        if hasattr(layer, "vq_parts"):
+        if _is_done(layer, hasattr(layer, "vq_parts")):
             return
         _check_loaded(layer, next(iter(self.schemes)), self.dummy)
         first = 0
@@ -235,7 +235,7 @@ class EncodedExpertsMethod(VQExpertsMethod):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Encode the weights and let go of them."""
-        if hasattr(layer, "vq_experts"):
+        if _is_done(layer, hasattr(layer, "vq_experts")):
             return
         _check_loaded(layer, self.name, self.dummy)
         module = self.module
@@ -253,6 +253,26 @@ class EncodedExpertsMethod(VQExpertsMethod):
         layer.vq_experts = module
 
 
+def _is_done(layer: Any, is_encoded: bool) -> bool:
+    """True if the layer is encoded; vLLM calls twice. When it loads weights anew, it takes the mark
+    off.
+
+    Raises:
+        VQConfigError: it loaded weights anew.
+    """
+    if getattr(layer, _DONE, False):
+        return True
+    if is_encoded:
+        raise VQConfigError(
+            "layers that became codes while they were loaded cannot be loaded anew: start vLLM "
+            "again, with the new weights."
+        )
+    setattr(layer, _DONE, True)
+    return False
+
+
+_DONE = "_already_called_process_weights_after_loading"
+"""The mark that vLLM's own online quantization leaves."""
 _NAMES = ("w13", "w2")
 """vLLM's names of the two projections."""
 

@@ -261,13 +261,15 @@ class CompiledStep:
 
         Raises:
             VQBackendError: the library refused; no layer counts the token.
+            KeyboardInterrupt: Ctrl-C, or what else a call of PyTorch raises.
         """
         self._token.value, self._position.value = token, position
         self._out.value = out.data_ptr()
+        self._calls.finished = 0
         status = self._run(self._address, self._count)
-        if status != native.OK:
-            self._calls.check()
-            native.check(status, "step")
+        self._calls.check()
+        native.check(status, "step")
+        self._calls.check_all()
         for each in self._floats.values():
             each.end += 1
 
@@ -340,6 +342,7 @@ class _Calls:
     def __init__(self) -> None:
         self._made: list[Callable[[], None]] = []
         self._error: BaseException | None = None
+        self.finished = 0
 
     def add(self, call: Callable[[], None]) -> int:
         """The number of one more."""
@@ -352,6 +355,7 @@ class _Calls:
         except BaseException as error:  # it may not pass through C: `check` raises it
             self._error = error
             return native.UNSUPPORTED
+        self.finished += 1
         return native.OK
 
     def check(self) -> None:
@@ -359,6 +363,12 @@ class _Calls:
         error, self._error = self._error, None
         if error is not None:
             raise error
+
+    def check_all(self) -> None:
+        """Raise if a call of a step did not happen: Ctrl-C just before it is lost in ctypes, which
+        prints it and lets the library go on."""
+        if self.finished != len(self._made):
+            raise KeyboardInterrupt
 
 
 class _Floats:

@@ -87,12 +87,14 @@ def install(model: PreTrainedModel, cache: VQCache, new: int) -> None:
         new: tokens that it makes at most.
     """
     wanted = env.NATIVE_STEP.get()
+    if model.device.type != "cpu":
+        model.__dict__.pop(_ATTRIBUTE, None)  # programs keep the weights that they read
     if wanted == "0" or model.device.type != "cpu":
         return
     steps = _steps_of(model)
     steps.requested += new
     pays = wanted == "1" or steps.requested >= _PAYS
-    if pays and "forward" not in model.__dict__:
+    if "forward" not in model.__dict__:  # at once: torch.compile starts again if it changes later
         patches.override(model, "forward", Forward(model))
     if type(model.__dict__.get("forward")) is Forward:
         steps.begin(cache, pays)

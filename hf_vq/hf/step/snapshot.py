@@ -28,6 +28,8 @@ _OURS = __name__.partition(".")[0] + "."
 
 def problem(model: nn.Module) -> str | None:
     """Why a model cannot be traced, as long as it stays unchanged; or None."""
+    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+        return "all modules have hooks"
     for name, module in model.named_modules():
         kind = type(module)
         if kind.__module__.startswith("peft."):

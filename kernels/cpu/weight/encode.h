@@ -23,7 +23,6 @@ namespace weight {
 constexpr int kLanes = 64;
 constexpr int kChunk = kRegisters >= 32 ? 4 : 2;        // vectors of lanes that are searched together
 constexpr int kChunkLanes = kChunk * kFloats;
-constexpr float kNever = -1e38f, kFar = 1e18f;          // bonus and number of entries that are not there
 
 static_assert(kLanes % kChunkLanes == 0 && kChunkLanes <= kLanes, "lanes are whole chunks");
 
@@ -44,18 +43,17 @@ struct Call {
 
 inline int64_t groups(const hf_vq_rows& w) { return w.in / w.group; }
 
-// Entries, with such as are never the nearest up to a multiple of 16.
+// Entries, up to a multiple of 16 copies of the first one, which of equally near ones is the one that is found.
 inline void read_all(const hf_vq_rows& w, kv::Entries& entries) {
   const int count = (w.entries + kv::kSome - 1) / kv::kSome * kv::kSome;
   uint16_t book[kv::kEntries * kv::kComponents] = {};
-  memcpy(book, w.codebook, size_t(w.entries) * w.x * 2);
+  for (int e = 0; e < count; ++e) memcpy(book + e * w.x, w.codebook + (e < w.entries ? e : 0) * w.x, size_t(w.x) * 2);
   kv::read_entries(book, count, w.x, entries);
   entries.ascending = entries.ascending && count == w.entries;
   for (int e = 0; e < count; ++e) {
-    if (e >= w.entries) entries.number[0][e] = kFar;
     float norm = 0;
     for (int c = 0; c < w.x; ++c) norm += entries.number[c][e] * entries.number[c][e];
-    entries.bonus[e] = e < w.entries ? -0.5f * norm : kNever;
+    entries.bonus[e] = -0.5f * norm;
   }
 }
 

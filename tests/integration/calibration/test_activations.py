@@ -292,6 +292,22 @@ def test_blocks_of_16_bits_are_computed_in_float32_on_a_cpu(halves, monkeypatch)
     assert len(made) > len(one) and not any(left)
 
 
+def test_a_block_that_cannot_run_in_float32_runs_in_its_own_dtype(dense, monkeypatch):
+    def refuse(self, *args):
+        used.append(self.dtype)
+        if self.dtype is torch.float32 and len(used) > 4:
+            raise RuntimeError("expected BFloat16")
+        return run(self, *args)
+
+    used, run = [], blocks.Blocks._in_dtype
+    monkeypatch.setattr(blocks.Blocks, "_in_dtype", refuse)
+    config = VQConfig("vq-3", activations="random")
+    model = LOAD(dense("llama"), quantization_config=config, dtype=torch.bfloat16)
+    assert used[4:6] == [torch.float32, torch.bfloat16] and set(used[5:]) == {torch.bfloat16}
+    found = model.config.quantization_config.provenance["activations"]
+    assert not found["fallbacks"] and "failed" not in found
+
+
 def test_a_model_that_mixes_dtypes_is_run_in_its_own(dense, monkeypatch):
     """Not every architecture takes float32 embeddings."""
 

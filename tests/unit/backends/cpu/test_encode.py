@@ -80,6 +80,17 @@ def test_searched_scales_are_as_good_as_those_of_the_specification(name, isa):
     assert abs(errors[0] - errors[1]) < torch.finfo(torch.float32).eps * float(rows.square().sum())
 
 
+@pytest.mark.parametrize("name", SCHEMES)
+def test_codes_under_a_scale_of_zero_are_of_entries(name, isa):
+    """As of a group whose only number is the smallest of fp16."""
+    scheme, rows = weight_scheme(name), torch.zeros(2, 128)
+    rows[0, 5], rows[1, 7] = 2.0**-24, -(2.0**-24)
+    book = universal_tensor(scheme)
+    scale = torch.zeros(2, 128 // scheme.group(128), dtype=torch.half)
+    codes = encode.round_weight(rows, scale, book, scheme, torch.zeros(4, 32, 32))
+    assert int(codes.max()) < book.shape[1]
+
+
 @pytest.mark.parametrize("value", [torch.inf, torch.nan, 1e30])
 def test_groups_that_are_not_finite_have_such_a_scale(value, isa):
     scheme, rows = weight_scheme("vq-4"), torch.randn(3, 256)
