@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Sweep attention over coded caches on a GPU: wrong heads, heads that are no numbers, other bits.
 
-    python scripts/sweep_attention_cuda.py [--seconds 240] [--cases N] [--seed S] [--out OUT.jsonl]
+    python scripts/sweep_attention_cuda.py [--seconds 240] [--processes 2] [--cases N] [--seed S]
+                                           [--out OUT.jsonl]
 
 The grid is schemes x rows of the batch x kv heads x query heads of each x contexts, as tapes and as
 pages, shuffled. Each problem is called many times on the same inputs. Every head of the first call
@@ -10,7 +11,7 @@ on the GPU. A few requests are made, and copied to all rows and heads of the bat
 32,768 tokens in 4,096 heads has a reference, and the kernel reads as much memory as in a server.
 
 Kernels are compiled first, by all cores, into the store (HF_VQ_STORE keeps them for the next run).
-Exit status 1 if anything was wrong.
+Processes share the GPUs of the machine, which must be equal. Exit status 1 if anything was wrong.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ import random
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -137,8 +140,33 @@ def problem(point: Point, device: torch.device) -> tuple[Any, Any, Tensor]:
     return query[of_row][:, of_head].flatten(1, 2)[:, :, None].contiguous(), cached, exact
 
 
-def judge(point: Point, calls: int, device: torch.device) -> dict[str, int]:
-    """Heads of the first call that are wrong or no numbers; calls, and heads, with other bits."""
+def take_gpu(numbers: Any) -> None:
+    """Give a process its GPU: the next of the queue."""
+    torch.cuda.set_device(numbers.get())
+
+
+def judge(
+    calls: int, seed: int, until: float, numbered: tuple[int, Point]
+) -> dict[str, int] | str | None:
+    """Heads of the first call that are wrong or no numbers; calls, and heads, with other bits.
+
+    Args:
+        calls: of the kernel.
+        seed: of all numbers; that of a point is larger by its number.
+        until: as time.time() counts: later points are not begun.
+        numbered: a point and its number.
+
+    Returns:
+        None if there was no time, "too large" where the cache does not fit.
+    """
+    number, point = numbered
+    if time.time() > until:
+        return None
+    free, _ = torch.cuda.mem_get_info()
+    if 3 * point.nbytes > free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated():
+        return "too large"
+    torch.manual_seed(seed + number)
+    device = torch.device("cuda", torch.cuda.current_device())
     query, cached, exact = problem(point, device)
     torch.full((calls * query.numel(),), float("nan"), dtype=DTYPE, device=device)  # is given next
     found = [kv_attention(query, cached, softmax_scale=DIM**-0.5) for _ in range(calls)]
@@ -169,19 +197,19 @@ def main() -> int:
     """0 if nothing was wrong."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seconds", type=float, default=240, help="of the GPU (%(default)s)")
+    parser.add_argument("--processes", type=int, default=1, help="(%(default)s)")
     parser.add_argument("--cases", type=int, help="at most so many points")
     parser.add_argument("--calls", type=int, default=30, help="of each point (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the order and of numbers (0)")
     parser.add_argument("--schemes", nargs="+", help="only these")
+    parser.add_argument("--revision", help="of the source (default: git is asked)")
     parser.add_argument("--out", type=Path, help="record to write")
     args = parser.parse_args()
-    device, arch = torch.device("cuda", 0), device_arch(0)
-    names = args.schemes or schemes(arch)  # of those that have the same kernels, one
+    names = args.schemes or schemes(device_arch(0))  # of those that have the same kernels, one
     points = list(grid(names))
     total = len(points)
     random.Random(args.seed).shuffle(points)
     points = points[: args.cases]
-    torch.manual_seed(args.seed)
     start = time.monotonic()
     kernels = compile_all(points)
     compiled = time.monotonic() - start
@@ -191,28 +219,30 @@ def main() -> int:
     )
     sums: dict[str, dict[str, int]] = {name: {"points": 0} for name in names}
     bad, skipped, start = [], 0, time.monotonic()
-    for point in points:
-        if time.monotonic() - start > args.seconds:
-            break
-        free, _ = torch.cuda.mem_get_info()
-        if 3 * point.nbytes > free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated():
-            skipped += 1
-            continue
-        found = judge(point, args.calls, device)
-        of = sums[point.scheme]
-        of["points"] += 1
-        for name, count in found.items():
-            of[name] = of.get(name, 0) + count
-        if sum(found.values()) > found["heads"]:
-            bad.append({**vars(point), **found})
-            print("WRONG", bad[-1], flush=True)
+    spawn = get_context("spawn")
+    numbers = spawn.Queue()
+    for process in range(args.processes):
+        numbers.put(process % torch.cuda.device_count())
+    run = partial(judge, args.calls, args.seed, time.time() + args.seconds)
+    with ProcessPoolExecutor(args.processes, spawn, take_gpu, (numbers,)) as pool:
+        for point, found in zip(points, pool.map(run, enumerate(points)), strict=True):
+            if not isinstance(found, dict):
+                skipped += found is not None
+                continue
+            of = sums[point.scheme]
+            of["points"] += 1
+            for name, count in found.items():
+                of[name] = of.get(name, 0) + count
+            if sum(found.values()) > found["heads"]:
+                bad.append({**vars(point), **found})
+                print("WRONG", bad[-1], flush=True)
     took, done = time.monotonic() - start, sum(of["points"] for of in sums.values())
     for name, of in sums.items():
         print(f"{name:14}", *(f"{key} {count:,}" for key, count in of.items()))
     print(f"{done} of {total} points, {args.calls} calls each, {took:.0f} s; {skipped} too large; "
           f"{len(bad)} points are wrong")  # fmt: skip
     if args.out:
-        options = {name: "" for name in ("seconds", "cases", "calls", "seed", "schemes")}
+        options = dict.fromkeys(("seconds", "processes", "cases", "calls", "seed", "schemes"), "")
         command = command_line("python scripts/sweep_attention_cuda.py", parser, args, options)
         settings = {
             "rows": ROWS, "kv_heads": HEADS, "query_heads_of_each": SHARES, "contexts": CONTEXTS,
@@ -221,7 +251,9 @@ def main() -> int:
         }  # fmt: skip
         results = {"points": done, "too_large": skipped, "kernels": kernels, "seconds": took,
                    "schemes": sums, "wrong_points": bad}  # fmt: skip
-        record = make_record("cuda-attention-sweep", command, settings, results, device="cuda")
+        record = make_record(
+            "cuda-attention-sweep", command, settings, results, args.revision, device="cuda"
+        )
         write_record(json.loads(json.dumps(record)), args.out)
     return int(bool(bad))
 

@@ -13,6 +13,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("MPLBACKEND", "Agg")
+if worker := os.environ.get("PYTEST_XDIST_WORKER"):  # share the GPUs of a machine, as the cores
+    gpus = sorted(path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia[0-9]*"))
+    if len(gpus) > 1:
+        shared = str(int(worker.removeprefix("gw")) % len(gpus))
+        os.environ.setdefault("CUDA_VISIBLE_DEVICES", shared)
 
 import numpy
 import pytest

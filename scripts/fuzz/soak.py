@@ -1,12 +1,15 @@
 """`generate` at mixed lengths for a given time: memory must not grow.
 
-    python scripts/fuzz/soak.py [--seconds 3600] [--device cuda] [--out RECORD]
+    python scripts/fuzz/soak.py [--seconds 3600] [--device cuda] [--processes 8] [--out RECORD]
 
 Models and caches are made and dropped all the time. Every round measures the memory of the process,
 PyTorch's memory of a GPU, and, if nvidia-ml-py is installed, all that the driver has given to the
 process, machine code included. The largest of the last tenth of the rounds may exceed the largest
 of the second tenth by GROWTH, plus the memory that safetensors keeps. Exit status 1 if it exceeds
 that.
+
+Several processes have seeds that follow each other, share the GPUs of the machine, and have a row
+of the record each.
 
 The process has one arena of the C library. With one arena per thread, its memory would grow by
 steps of megabytes until every arena has seen the largest load. safetensors 0.8.0 keeps one or two
@@ -24,8 +27,11 @@ import tempfile
 import time
 import warnings
 from collections import defaultdict
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import models
 import torch
@@ -33,7 +39,7 @@ import transformers
 from safetensors import safe_open
 
 from hf_vq import VQCache
-from hf_vq.evaluation.record import make_record, write_record
+from hf_vq.evaluation.record import command_line, make_record, write_record
 from hf_vq.hf import register
 
 GROWTH = 4 << 20  # bytes: what an allocator may still find
@@ -93,51 +99,81 @@ def round_of(rng: random.Random, saved: dict[str, Path], device: str) -> int:
     return count
 
 
+def soak(seconds: float, seed: int, device: str) -> dict[str, Any]:
+    """The row of one process."""
+    register()
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity(60)
+    warnings.simplefilter("ignore")
+    if device != "cpu":
+        torch.cuda.set_device(device)
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    memory: dict[str, list[int]] = defaultdict(list)
+    with tempfile.TemporaryDirectory() as folder:
+        saved = models.checkpoints(Path(folder))
+        kept = kept_by_safetensors(saved)
+        start, tokens = time.monotonic(), 0
+        while time.monotonic() - start < seconds:
+            tokens += round_of(rng, saved, device)
+            memory["rss"].append(resident())
+            if device != "cpu":
+                for kind, found in of_gpu().items():
+                    memory[kind].append(found)
+    rounds, tenth = len(memory["rss"]), max(len(memory["rss"]) // 10, 1)
+    row = {"rounds": rounds, "tokens": tokens, "seconds": round(time.monotonic() - start, 1)}
+    for kind, each in memory.items():
+        row[f"{kind}_begin"] = max(each[tenth : 2 * tenth] or each)
+        row[f"{kind}_end"] = max(each[-tenth:])
+    row["rss_kept_by_safetensors"] = round(kept * (rounds - 2 * tenth))
+    return row
+
+
+def grown(row: dict[str, Any]) -> dict[str, int]:
+    """Bytes by which each kind of memory grew, without what safetensors keeps."""
+    kinds = [name.removesuffix("_end") for name in row if name.endswith("_end")]
+    return {
+        kind: row[f"{kind}_end"] - row[f"{kind}_begin"]
+        - row.get(f"{kind}_kept_by_safetensors", 0)
+        for kind in kinds
+    }  # fmt: skip
+
+
 def main() -> int:
     """0 if memory is flat."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seconds", type=float, default=3600, help="%(default)s")
     parser.add_argument("--seed", type=int, default=1, help="%(default)s")
     parser.add_argument("--device", default="cpu", help="%(default)s")
+    parser.add_argument("--processes", type=int, default=1, help="%(default)s")
+    parser.add_argument("--revision", help="of the source (default: git is asked)")
     parser.add_argument("--out", type=Path, help="write a record")
     args = parser.parse_args()
     if not ONE_ARENA.items() <= os.environ.items():
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | ONE_ARENA)
-    register()
-    transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity(60)
-    warnings.simplefilter("ignore")
-    rng = random.Random(args.seed)
-    torch.manual_seed(args.seed)
-    memory: dict[str, list[int]] = defaultdict(list)
-    with tempfile.TemporaryDirectory() as folder:
-        saved = models.checkpoints(Path(folder))
-        kept = kept_by_safetensors(saved)
-        start, tokens = time.monotonic(), 0
-        while time.monotonic() - start < args.seconds:
-            tokens += round_of(rng, saved, args.device)
-            memory["rss"].append(resident())
-            if args.device != "cpu":
-                for kind, found in of_gpu().items():
-                    memory[kind].append(found)
-    rounds, seconds = len(memory["rss"]), time.monotonic() - start
-    row: dict[str, object] = {"rounds": rounds, "tokens": tokens, "seconds": round(seconds, 1)}
-    tenth, grown = max(rounds // 10, 1), {}
-    for kind, each in memory.items():
-        row[f"{kind}_begin"] = max(each[tenth : 2 * tenth] or each)
-        row[f"{kind}_end"] = max(each[-tenth:])
-        grown[kind] = int(str(row[f"{kind}_end"])) - int(str(row[f"{kind}_begin"]))
-    row["rss_kept_by_safetensors"] = round(kept * (rounds - 2 * tenth))
-    changes = ", ".join(f"{kind} {bytes_ / 1e6:+.2f} MB" for kind, bytes_ in grown.items())
-    print(f"soak: {rounds} models, {tokens} tokens, {seconds:.0f} s: {changes}")
+    gpus = torch.cuda.device_count() if args.device == "cuda" else 0
+    with ProcessPoolExecutor(args.processes, get_context("spawn")) as pool:
+        each = [
+            pool.submit(
+                soak, args.seconds, args.seed + number,
+                f"cuda:{number % gpus}" if gpus else args.device,
+            )
+            for number in range(args.processes)
+        ]  # fmt: skip
+        rows = [one.result() for one in each]
+    for row in rows:
+        changes = ", ".join(f"{kind} {found / 1e6:+.2f} MB" for kind, found in grown(row).items())
+        counts = f"{row['rounds']} models, {row['tokens']} tokens, {row['seconds']:.0f} s"
+        print(f"soak: {counts}: {changes}")
     if args.out is not None:
-        command = f"python scripts/fuzz/soak.py --seconds {args.seconds:g}"
-        command += "" if args.device == "cpu" else f" --device {args.device}"
+        options = dict.fromkeys(("seconds", "seed", "device", "processes"), "")
+        command = command_line("python scripts/fuzz/soak.py", parser, args, options)
         settings = {"seconds": args.seconds, "seed": args.seed, "device": args.device}
-        record = make_record("soak", command, settings, {"rows": [row]}, device=args.device)
+        record = make_record(
+            "soak", command, settings, {"rows": rows}, args.revision, device=args.device
+        )
         write_record(record, args.out)
-    grown["rss"] -= int(str(row["rss_kept_by_safetensors"]))
-    return int(any(bytes_ > GROWTH for bytes_ in grown.values()))
+    return int(any(found > GROWTH for row in rows for found in grown(row).values()))
 
 
 if __name__ == "__main__":

@@ -187,6 +187,7 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=8, help="parallel processes (%(default)s)")
     parser.add_argument("--seconds", type=float, default=540, help="of all tools (%(default)s)")
     parser.add_argument("--options", default="", help="more, of compute-sanitizer, in one string")
+    parser.add_argument("--revision", help="of the source (default: git is asked)")
     parser.add_argument("--out", type=Path, help="record to write")
     parser.add_argument(
         "--resume", action="store_true", help="go on with what --out has of buckets"
@@ -223,7 +224,7 @@ def main() -> int:
         failed = run_tools(args, report)
     print(report.table())
     if args.out:
-        report.write(args.out, *_of_record(parser, args, report, sources))
+        report.write(args.out, *_of_record(parser, args, report, sources), args.revision)
     return int(failed)
 
 

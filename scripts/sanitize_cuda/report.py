@@ -203,16 +203,19 @@ class Report:
         notes = [f"{count} times {note}" for note, count in self.notes.most_common()]
         return "\n".join([text_table(head, rows), *notes])
 
-    def write(self, path: Path, command: str, settings: dict[str, Any]) -> None:
+    def write(
+        self, path: Path, command: str, settings: dict[str, Any], revision: str | None = None
+    ) -> None:
         """Write the record; rows of other tools and ops stay, each with the revision that it is of,
         if it is of the same sources, versions and model of GPU.
 
         Args:
             settings: with `sources`, the `digests` of the kernels.
+            revision: of the source; None asks git.
         """
         settings = {**settings, "silent": self._masks()}
         results = {"rows": self.rows(), "notes": dict(self.notes), "seconds": self.seconds}
-        record = make_record(SUITE, command, settings, results, device="cuda")
+        record = make_record(SUITE, command, settings, results, revision, device="cuda")
         if path.exists():
             _keep_others(record, read(path))
         write_record(record, path)

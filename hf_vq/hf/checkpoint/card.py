@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import Counter
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import transformers
 from huggingface_hub import EvalResult, ModelCard, ModelCardData, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 from jinja2 import Environment, StrictUndefined, Template
 
 from ...formats.catalog import scheme_name
@@ -128,8 +130,9 @@ def _has_chat_template(model: Any, folder: Path | None) -> bool:
     if source and not Path(source).exists():
         commit = getattr(model.config, "_commit_hash", None)
         for name, paths in found.items():
-            cached = try_to_load_from_cache(source, name, revision=commit)
-            paths += [Path(cached)] if isinstance(cached, str) else []
+            with contextlib.suppress(HFValidationError):  # a folder that is gone
+                cached = try_to_load_from_cache(source, name, revision=commit)
+                paths += [Path(cached)] if isinstance(cached, str) else []
     template, tokenizer = found.values()
     if any(path.is_file() for path in template):
         return True

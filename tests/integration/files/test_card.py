@@ -125,6 +125,16 @@ def test_filled_cards_have_the_words_of_the_template(path):
 TEMPLATE = "{% for m in messages %}<{{ m.role }}> {{ m.content }}\n{% endfor %}"
 
 
+def test_a_source_that_is_gone(tinybooks, tmp_path):
+    """A model is saved after the folder that it was loaded from was deleted."""
+    source, target = tmp_path / "source", tmp_path / "target"
+    shutil.copytree(tinybooks, source)
+    model = LOAD(source, quantization_config=VQConfig(activations=None))
+    shutil.rmtree(source)
+    model.save_pretrained(target)
+    assert "apply_chat_template" not in (target / CARD).read_text()
+
+
 @pytest.mark.parametrize("where", ["source", "target", "cache"])
 def test_a_chat_example_that_runs(tinybooks, tmp_path, monkeypatch, capsys, where):
     """Where the tokenizer has a chat template, the card shows how to use it."""
