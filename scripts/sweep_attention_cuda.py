@@ -132,7 +132,10 @@ def problem(point: Point, device: torch.device) -> tuple[Any, Any, Tensor]:
             for which in ("key", "value")
             for book in (getattr(few, which).codebook,)
         }
-        cached = few.map(lambda x: x[of_row][:, of_head] if x.dim() == 4 else x).replace(**books)
+        # `map` reaches codebooks of heads too, of four dimensions as codes, but without rows.
+        without = few.replace(**dict.fromkeys(books, torch.empty(0, device=device)))
+        cached = without.map(lambda x: x[of_row][:, of_head] if x.dim() == 4 else x)
+        cached = cached.replace(**books)
     exact = caches.exact(
         query.flatten(1, 2)[:, :, None], few, None, softmax_scale=DIM**-0.5, softcap=0.0
     )

@@ -45,7 +45,7 @@ def save(folder: Path, layers: int, size: int, device: str) -> None:
         model.save_pretrained(dense)
         del model
         quantized = AutoModelForCausalLM.from_pretrained(
-            dense, quantization_config=VQConfig("vq-4"), device_map=device
+            dense, quantization_config=VQConfig("vq-4", activations=None), device_map=device
         )
     quantized.save_pretrained(folder)
 
