@@ -316,7 +316,13 @@ class _Reader:
             raise VQFormatError(
                 f"{self.prefix}k_inv_freq is {list(inv_freq.shape)} for {dim} numbers"
             )
-        layer.k.rotary_mean = self.take("k_rotary_mean", torch.float32, batch, heads, 1, dim)
+        mean = self.take("k_rotary_mean", torch.float32, batch, heads, 1, dim)
+        if bool(mean[..., 2 * len(inv_freq) :].any()):
+            raise VQFormatError(
+                f"{self.prefix}k_rotary_mean is not 0 in channels from {2 * len(inv_freq)} on, "
+                "which do not turn"
+            )
+        layer.k.rotary_mean = mean
         layer._rotary = Rotary(inv_freq, interleaved)
 
     def _check_codebooks(self, layer: VQCacheLayer) -> None:

@@ -124,7 +124,7 @@ def use_calibrated(
         where: the layer, for messages.
 
     Raises:
-        VQCacheError: they are of other heads.
+        VQCacheError: they are of other heads, or of channels that do not turn.
     """
     assert side.mean is not None
     heads, dim = side.mean.shape[1], side.mean.shape[3]
@@ -138,6 +138,11 @@ def use_calibrated(
     if known.rotary_mean is None or rotary is None:
         return
     turning = known.rotary_mean.to(side.mean)[None, :, None].expand_as(side.mean)
+    if bool(turning[..., 2 * len(rotary.inv_freq) :].any()):
+        raise VQCacheError(
+            f"key_rotary_means of {where} is not 0 in channels from {2 * len(rotary.inv_freq)} on, "
+            "which this model does not turn: they were measured on another model."
+        )
     if start is not None:
         turning = rotated(turning, rotary.inv_freq, rotary.interleaved, -start[:, None])
     side.rotary_mean = turning.clone()

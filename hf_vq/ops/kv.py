@@ -105,7 +105,8 @@ class KVCacheView(NamedTuple):
         window: newest tokens that a query reads as floats.
         num_new: tokens of the newest update, which all queries read as floats; of a growing cache.
         num_coded: tokens that have codes, positions 0 .. num_coded - 1; of a growing cache.
-        key_rotary_mean: float32 [B, H, 1, D] (pages: [1, H, 1, D]), m of `ops.rotary_mean`. R_n m
+        key_rotary_mean: float32 [B, H, 1, D] (pages: [1, H, 1, D]), m of `ops.rotary_mean`: 0 in
+            channels from 2 r on, which do not turn (what is constant there is in `key.mean`). R_n m
             is subtracted from keys before they are coded, and added to what is decoded, like
             `key.mean`; None = 0.
         rotary_inv_freq: float32 [r], radians per token of each pair of channels; with

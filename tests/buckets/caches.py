@@ -147,7 +147,8 @@ def pages(
 
 def turning(cached: KVCacheView) -> KVCacheView:
     """The same cache with a rotary mean: one pair of channels of a head holds about 200, and the
-    last head nothing; some pairs do not turn, positions go up to 100,000 and more."""
+    last of several heads nothing, nor do pairs that do not turn; positions go up to 100,000 and
+    more."""
     (rows, heads, _, dim), device = cached.key.recent.shape, cached.key.codes.device
     partly, interleaved, start = (int(torch.randint(n, ())) for n in (2, 2, 100_001))
     pairs = dim // 2 if not partly else max(dim // 8 * 3 // 2, 1)
@@ -155,6 +156,7 @@ def turning(cached: KVCacheView) -> KVCacheView:
     mean[..., 1:2] = 200 * torch.rand(rows, heads, 1, 1, device=device)
     if heads > 1:
         mean[:, -1] = 0
+    mean[..., 2 * pairs :] = 0
     steps = torch.arange(pairs, dtype=torch.float64, device=device) / pairs
     return cached._replace(
         key_rotary_mean=mean, rotary_inv_freq=(10_000.0**-steps).float(),

@@ -224,6 +224,7 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
         ({inv_freq: None}, "k_inv_freq is missing"),
         ({mean: tensors[mean][:, :1].clone()}, "k_rotary_mean"),
         ({mean: None}, "unexpected tensors"),
+        ({inv_freq: tensors[inv_freq][:-1].clone()}, "which do not turn"),
     ]
     for change, text in changes:
         parts = {k: v for k, v in {**tensors, **change}.items() if v is not None}
@@ -258,6 +259,8 @@ def test_codebooks_in_a_file(tmp_path: Path) -> None:
             KVCodebooks(scheme, [None], [None], [mean], None, [wrong])
     with pytest.raises(VQFormatError, match="must be none"):
         KVCodebooks(scheme, [None], [None], [None], None, [mean])
-    cache = VQCache(turning_config(no_rope_layers=[0]), codebooks=books)
-    with pytest.raises(VQCacheError, match="another model"):
-        feed(cache, turning_tokens(9), 9)
+    half = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
+    for other in (turning_config(no_rope_layers=[0]), turning_config(rope_parameters=half)):
+        cache = VQCache(other, codebooks=books)
+        with pytest.raises(VQCacheError, match="another model"):
+            feed(cache, turning_tokens(9), 9)
