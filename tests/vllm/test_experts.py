@@ -14,7 +14,8 @@ from torch import nn
 
 from hf_vq.errors import VQConfigError, VQFormatError
 from tests.fixtures import ROOT
-from tests.vllm.experts import compare, layer, load, stored
+from tests.fixtures.experts import random_experts
+from tests.vllm.experts import compare, layer, load
 from tests.vllm.layers import quantization, ranks
 from tests.vllm.test_layers import SCHEMES
 
@@ -37,7 +38,7 @@ def test_biases_and_gates_between_rows(scheme: str) -> None:
 
 @pytest.mark.parametrize("change", ["shape", "dtype", "missing", "bias", "unknown", "infinite"])
 def test_wrong_files_are_refused(change: str) -> None:
-    module, made = stored("gpt-oss", "vq-4"), layer("gpt-oss", "vq-4")
+    module, made = random_experts("gpt-oss", "vq-4"), layer("gpt-oss", "vq-4")
     parameters, wanted = module._parameters, "experts"
     codes, scale = parameters["vq_down_proj_codes"], parameters["vq_down_proj_scale"]
     if change == "shape":

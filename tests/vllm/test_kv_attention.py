@@ -15,7 +15,11 @@ import pytest
 import torch
 from torch import Tensor
 from vllm.v1 import kv_cache_interface
-from vllm.v1.attention.backend import AttentionBackend, CommonAttentionMetadata
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    CommonAttentionMetadata,
+)
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from hf_vq import patches
@@ -337,6 +341,10 @@ def test_a_graph_is_captured_for_requests_of_any_length(
     assert captured.table.longest == 9 * 64 and later.table.longest == 5
     assert captured.table.length.data_ptr() == later.table.length.data_ptr()
     assert captured.table.length.tolist() == [5, 0]
+    assert captured.table.pages.data_ptr() == given.block_table_tensor.data_ptr()
+    assert captured.direct and not captured.chunks
+    support = server.builder.get_cudagraph_support(SimpleNamespace(), SimpleNamespace())
+    assert support is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
 
 @pytest.mark.parametrize("wrong", ["window", "ALiBi", "encoder", "unknown", "none", "values"])
