@@ -30,6 +30,7 @@ BACKEND = "a model with codes is made, or enable_cache_backend is called"
 CONFIG = "a VQConfig is made, or unpickled"
 TRACE = "torch.compile traces a product of codes"
 VLLM_KV = "a vLLM whose backends do not size their blocks is asked for a KV cache of codes"
+VLLM_BACKEND = "vLLM may be asked for a KV cache of codes"
 
 _ABSENT: Any = object()  # an attribute that its owner inherits, or does not have
 
@@ -103,6 +104,14 @@ TABLE = (
         "hf_vq.vllm.kv_cache:with_coded_blocks",
         (VLLM_KV,),
         "blocks of the size of their codes; a backend has no say in it before vLLM 0.32",
+        waits=True,
+    ),
+    Patch(
+        "vllm.v1.attention.selector:_cached_get_attn_backend",
+        "hf_vq.vllm.kv_cache:with_coded_backend",
+        (VLLM_BACKEND,),
+        "a KV cache of codes without --attention-backend CUSTOM; vLLM chooses among its own "
+        "backends, and floats would be kept without a word",
         waits=True,
     ),
     *(
