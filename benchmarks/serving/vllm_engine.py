@@ -46,6 +46,7 @@ RESERVE = {"cpu": 0.1, "cuda": 2.0}
 _MEMORY = {"cpu": 0.25, "cuda": 24.0}
 _GB = 1 << 30
 _MARK = "serve-vllm: "  # before what a process says, among the lines that vLLM logs
+_BATCH = 8192  # tokens of a forward at most, as of `vllm serve` on a large GPU
 _SHORT, _STEPS = 64, 64  # tokens of a prompt, and steps that are timed, for time between tokens
 
 
@@ -160,15 +161,15 @@ def main(job: dict[str, Any]) -> None:
     from vllm import LLM
 
     cuda = torch.cuda.is_available()
-    coded = cuda and job["kv"] != FLOATS
+    on_gpu: dict[str, Any] = {}
+    if cuda:
+        on_gpu = {"gpu_memory_utilization": _part(job["memory"]), "max_num_batched_tokens": _BATCH}
     llm = LLM(
         job["folder"], skip_tokenizer_init=True,
         max_model_len=max(job["prompt"] + job["new"], _SHORT + 1 + _STEPS),
         load_format="dummy" if job["weights"] == serve.DENSE else "auto",
         kv_cache_memory_bytes=job["left"], enable_prefix_caching=False, max_num_seqs=512,
-        enforce_eager=not cuda, disable_log_stats=True,
-        **({"gpu_memory_utilization": _part(job["memory"])} if cuda else {}),
-        **({"attention_backend": "CUSTOM"} if coded else {}),
+        enforce_eager=not cuda, disable_log_stats=True, **on_gpu,
     )  # fmt: skip
     _say({})
     input()
