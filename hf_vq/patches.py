@@ -136,6 +136,7 @@ MODEL_METHODS = {
     "fuse_qkv_projections": "of diffusers: codes of several layers do not become those of one",
     "get_compiled_call": "hf_vq.capture: decoding steps replay CUDA graphs",
     "forward": "on a CPU, a decoding step over a VQCache is one call of libhf_vq_cpu",
+    "__getstate__": "copies, and models from files, have no `forward` of another model",
 }
 """Methods that `override` replaces on one model, never on its class. In addition, hf_vq gives norms
 and activations in front of W4A8 layers a new `forward` (hf/fused_activations.py), PEFT's adapters
