@@ -284,6 +284,29 @@ def test_means_of_keys(
     run(Server("u2", page, tables=tables))
 
 
+@pytest.mark.parametrize("turning", [False, True])
+def test_a_step_without_requests(
+    tables: bool, turning: bool, means: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vLLM warms up, or captures what lies between two layers: nobody knows positions then, and
+    all slots are nobody's."""
+    monkeypatch.setenv("HF_VQ_VLLM_KV", "u4")
+    rotary = SimpleNamespace(inv_freq=INV_FREQ, interleaved=False)
+    monkeypatch.setattr(attention.Rotary, "of", lambda *args: rotary)
+    means["now"] = Calibrated(torch.randn(2, 64), torch.randn(2, 64) if turning else None)
+    server = Server("u4", 64, tables=tables)
+    context = SimpleNamespace(attn_metadata=None)
+    monkeypatch.setattr(attention, "get_forward_context", lambda: context)
+    before = server.memory.clone()
+    keys, query = torch.randn(2, 5, 2, 64), torch.randn(5, 6, 64)
+    output = torch.full_like(query, torch.nan)
+    nowhere = torch.full((5,), -1)
+    server.impl.do_kv_cache_update(server.layer, *keys, server.memory, nowhere)
+    server.impl.forward(server.layer, query, *keys, server.memory, None, output)
+    assert torch.equal(server.memory, before) and not output.any()
+    run(server)  # steps with requests follow
+
+
 @pytest.mark.parametrize("page", [64, 256])
 def test_softcap_and_sinks(
     tables: bool, page: int, means: Any, monkeypatch: pytest.MonkeyPatch
