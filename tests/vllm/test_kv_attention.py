@@ -6,7 +6,6 @@ way of a GPU, by tables and slots, runs on a CPU too, where the reference comput
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -33,17 +32,13 @@ from hf_vq.serving import pages
 from hf_vq.vllm import attention, kv_cache
 from hf_vq.vllm.attention import VQAttentionImpl
 from hf_vq.vllm.step import VQMetadata, VQMetadataBuilder
-from tests.vllm.layers import ranks
 
 LAYER = "model.layers.3.self_attn.attn"
 SCALE = 0.11
 INV_FREQ = torch.tensor([1.0, 0.1, 0.01])
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with ranks(0, 1, str(tmp_path_factory.mktemp("group") / "store")):
-        yield
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.fixture(params=[False, True], ids=["host", "tables"])

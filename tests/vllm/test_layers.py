@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,7 +14,6 @@ from vllm.model_executor.layers import linear as layers
 from hf_vq.errors import VQConfigError, VQFormatError
 from hf_vq.formats.catalog import QOQ_SCHEMES, WEIGHT_SCHEMES
 from hf_vq.vllm.config import VQQuantizationConfig
-from tests.fixtures import ROOT
 from tests.fixtures.random_weights import SCALED_SCHEMES
 from tests.vllm.layers import (
     HIDDEN,
@@ -28,16 +24,13 @@ from tests.vllm.layers import (
     load,
     matrices,
     quantization,
-    ranks,
+    run_ranks,
 )
 
 SCHEMES = [*WEIGHT_SCHEMES, *SCALED_SCHEMES, *QOQ_SCHEMES]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with ranks(0, 1, str(tmp_path_factory.mktemp("group") / "store")):
-        yield
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -152,13 +145,4 @@ def test_ranks_that_encode_their_own_parts_lose_no_more(layer: str) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks(size: int, tmp_path: Path) -> None:
     """Of four ranks, two hold the same head of keys."""
-    program = ROOT / "tests/fixtures/processes/vllm_ranks.py"
-    arguments = [sys.executable, str(program), str(size), str(tmp_path / "store")]
-    running = [
-        subprocess.Popen([*arguments, str(rank)], cwd=ROOT, stdout=subprocess.PIPE,
-                         stderr=subprocess.STDOUT, text=True)
-        for rank in range(size)
-    ]  # fmt: skip
-    for process in running:
-        output, _ = process.communicate(timeout=600)
-        assert process.returncode == 0, output[-3000:]
+    run_ranks("vllm_ranks.py", size, str(size), str(tmp_path / "store"))
