@@ -90,10 +90,10 @@ def run(
             left = int((case.memory_gb - RESERVE[device]) * _GB) - size
             row = {"weights": weights, "kv": kv}
             more = {"folder": str(root / weights), "left": left, "memory": case.memory_gb}
-            engine = _engine(job | row | more, root / f"{len(engines)}.log")
-            engines.append((row, stack.enter_context(engine)))
-        started = [_said(engine) for _, engine in engines]
-        for (row, engine), said in zip(engines, started, strict=True):
+            started = _engine(job | row | more, root / f"{len(engines)}.log")
+            engines.append((row, stack.enter_context(started)))
+        first = [_said(engine) for _, engine in engines]
+        for (row, engine), said in zip(engines, first, strict=True):
             rows.append(row | (said if "failed" in said else _said(engine, tell="measure")))
             report(rows[-1])
     return {**case.settings, "vllm": version}, {"rows": rows}
