@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from hf_vq.cache.codebooks import universal
+from hf_vq.cache.key_means import Rotary
 from hf_vq.formats import KV_SCHEMES
 from hf_vq.ops import decode_kv, kv_attention
+from hf_vq.ops.rotary_mean import rotated
 from hf_vq.serving.batch import Table
 from hf_vq.serving.pages import LayerPages, PageFormat
 from tests.fixtures.cuda_layers import poison
@@ -26,6 +28,7 @@ pytestmark = [
 ]
 
 SCALE, HEADS, GROUPS, DIM, WIDTH = 0.1, 2, 4, 128, 24
+PAIRS = 32  # of channels that turn
 NOWHERE = 1 << 30  # the number of a page far beyond all memory
 SCHEMES = ["u4", "u3", "u2", "qserve-kv4"]
 
@@ -40,6 +43,7 @@ class Step:
         rows: tokens of a step, a request each.
         dtype: of keys, values and queries.
         mean: whether keys have one.
+        turning: whether they have one that turns with the position.
     """
 
     scheme: str
@@ -47,17 +51,23 @@ class Step:
     rows: int
     dtype: torch.dtype = torch.bfloat16
     mean: bool = True
+    turning: bool = False
 
     def __post_init__(self) -> None:
         device, kind = torch.device("cuda"), KV_SCHEMES[self.scheme]
         like = torch.empty(1, 1, 1, DIM, dtype=self.dtype, device=device)
-        shape = PageFormat.of(kind, HEADS, DIM, self.page, like)
+        shape = PageFormat.of(kind, HEADS, DIM, self.page, like, self.turning)
         assert shape.tables
         self.pages = self.rows * 6 + WIDTH
         self.memory = torch.full((self.pages, shape.nbytes), 0xFF, dtype=torch.uint8, device=device)
-        mean = torch.randn(HEADS, DIM, device=device) if self.mean else None
+        mean, turns = torch.randn(2, HEADS, DIM, device=device)
+        turns[:, 2 * PAIRS :] = 0  # what does not turn is in the other mean
+        rotary = Rotary(torch.logspace(0, -3, PAIRS, device=device)) if self.turning else None
         books = universal(kind.key, device), universal(kind.value, device)
-        self.layer = LayerPages(self.memory, shape, books, mean)
+        self.layer = LayerPages(
+            self.memory, shape, books, mean if self.mean else None,
+            turns if self.turning else None, rotary,
+        )  # fmt: skip
         # Queries, keys and values are parts of one product.
         self.qkv = torch.zeros(
             self.rows, (GROUPS + 2) * HEADS * DIM, dtype=self.dtype, device="cuda"
@@ -83,7 +93,8 @@ class Step:
                 slots[row] = places[-1]
             if length > 1:
                 past = torch.randn(2, 1, HEADS, length - 1, DIM, device="cuda").to(self.dtype)
-                self.layer.put(past[0] * 2 + 1, past[1], places[:-1].cuda())
+                positions = every[:-1].cuda() if self.turning else None
+                self.layer.put(past[0] * 2 + 1, past[1], places[:-1].cuda(), positions)
         self.qkv.copy_(torch.randn(self.qkv.shape))
         self.slots.copy_(slots)
         self.lengths.copy_(torch.tensor(lengths))
@@ -94,9 +105,20 @@ class Step:
         """Encode the newest tokens and attend, as the plugin does."""
         sizes = [part * HEADS * DIM for part in (GROUPS, 1, 1)]
         query, key, value = (x.unflatten(1, (-1, DIM)) for x in self.qkv.split(sizes, 1))
-        self.layer.put(key.transpose(0, 1)[None], value.transpose(0, 1)[None], self.slots)
-        view = self.layer.through(Table(self.table, self.lengths, WIDTH * self.page), query)
+        table = Table(self.table, self.lengths, WIDTH * self.page)
+        keys, values = (x.transpose(0, 1)[None] for x in (key, value))
+        self.layer.put(keys, values, self.slots, table.newest if self.turning else None)
+        view = self.layer.through(table, query)
         self.out[:] = kv_attention(query[:, :, None], view, softmax_scale=SCALE)[:, :, 0]
+
+    def _mean(self, positions: Tensor) -> Tensor | None:
+        """Mean of the keys at positions: float64 [H, n or 1, D]."""
+        mean = None if self.layer.mean is None else self.layer.mean[0].double()
+        if not self.turning:
+            return mean
+        rotary = self.layer.rotary
+        turned = rotated(self.layer.rotary_mean, rotary.inv_freq, False, positions)[0].double()
+        return turned if mean is None else mean + turned
 
     def right(self) -> Tensor:
         """Attention in float64 over what the codes in the pages say: [rows, Hq, D]."""
@@ -107,10 +129,10 @@ class Step:
             every = torch.arange(length, device="cuda")
             page, place = self.table[row].long()[every // self.page], every % self.page
             sides = []
-            for side, mean in ((self.layer.k, self.layer.mean), (self.layer.v, None)):
+            for side, mean in ((self.layer.k, self._mean(every)), (self.layer.v, None)):
                 codes, scale = (x[page, :, place].transpose(0, 1) for x in (side.codes, side.scale))
                 x = decode_kv(codes, scale, side.codebook, side.side.scheme, DIM).double()
-                x = x if mean is None else x + mean[0].double()
+                x = x if mean is None else x + mean
                 sides.append(x.repeat_interleave(GROUPS, 0))
             query = self.qkv[row, : GROUPS * HEADS * DIM].view(-1, 1, DIM).double()
             weights = (SCALE * query @ sides[0].mT).softmax(-1)
@@ -171,10 +193,10 @@ def test_a_step_is_replayed_for_other_requests(scheme: str, page: int, rows: int
         check(step, graph, lengths)
 
 
-@pytest.mark.parametrize("mean", [False, True])
+@pytest.mark.parametrize(("mean", "turning"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_half_precision_and_no_mean(scheme: str, mean: bool) -> None:
-    step = Step(scheme, 64, 5, torch.float16, mean)
+def test_half_precision_and_means(scheme: str, mean: bool, turning: bool) -> None:
+    step = Step(scheme, 64, 5, torch.float16, mean, turning)
     graph = captured(step)
     for lengths in ([700, 0, 1, 64, 65], [1, 129, 0, 0, 1500]):
         check(step, graph, lengths)
