@@ -30,6 +30,7 @@ BACKEND = "a model with codes is made, or enable_cache_backend is called"
 CONFIG = "a VQConfig is made, or unpickled"
 TRACE = "torch.compile traces a product of codes"
 VLLM_KV = "a vLLM whose backends do not size their blocks is asked for a KV cache of codes"
+VLLM_BACKEND = "vLLM may be asked for a KV cache of codes"
 
 _ABSENT: Any = object()  # an attribute that its owner inherits, or does not have
 
@@ -105,6 +106,14 @@ TABLE = (
         "blocks of the size of their codes; a backend has no say in it before vLLM 0.32",
         waits=True,
     ),
+    Patch(
+        "vllm.v1.attention.selector:_cached_get_attn_backend",
+        "hf_vq.vllm.kv_cache:with_coded_backend",
+        (VLLM_BACKEND,),
+        "a KV cache of codes without --attention-backend CUSTOM; vLLM chooses among its own "
+        "backends, and floats would be kept without a word",
+        waits=True,
+    ),
     *(
         Patch(
             f"torch._inductor.config:post_grad_custom_{slot}_pass",
@@ -127,6 +136,7 @@ MODEL_METHODS = {
     "fuse_qkv_projections": "of diffusers: codes of several layers do not become those of one",
     "get_compiled_call": "hf_vq.capture: decoding steps replay CUDA graphs",
     "forward": "on a CPU, a decoding step over a VQCache is one call of libhf_vq_cpu",
+    "__getstate__": "copies, and models from files, have no `forward` of another model",
 }
 """Methods that `override` replaces on one model, never on its class. In addition, hf_vq gives norms
 and activations in front of W4A8 layers a new `forward` (hf/fused_activations.py), PEFT's adapters

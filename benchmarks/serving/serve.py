@@ -19,7 +19,7 @@ import itertools
 import operator
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -63,6 +63,19 @@ class Case:
     prompt: int
     new: int
     memory_gb: float
+
+    def but(self, **given: Any) -> Case:
+        """The case with other values; None = unchanged."""
+        return replace(self, **{name: value for name, value in given.items() if value is not None})
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Shape and load, as a record holds them."""
+        shape = "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads"
+        return {
+            **{name: getattr(self.config, name) for name in shape},
+            "prompt": self.prompt, "new": self.new, "memory_gb": self.memory_gb,
+        }  # fmt: skip
 
 
 def _llama(
@@ -129,21 +142,21 @@ def run(
     if problem := objection():
         raise VQBackendError(f"the suite serve needs another release of Transformers: {problem}.")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    case = CASES[device]
-    requests = tuple(requests or case.requests)
-    prompt, new = prompt or case.prompt, new or case.new
-    memory = case.memory_gb if memory_gb is None else memory_gb
+    case = CASES[device].but(
+        pairs=pairs, requests=requests, prompt=prompt, new=new, memory_gb=memory_gb
+    )
+    prompt, new, memory = case.prompt, case.new, case.memory_gb
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     rows = []
     for stored, of in itertools.groupby(
-        (pair.split("/") for pair in pairs or case.pairs), operator.itemgetter(0)
+        (pair.split("/") for pair in case.pairs), operator.itemgetter(0)
     ):
         if device == "cuda":
             torch.cuda.set_per_process_memory_fraction(1.0)  # until the model is made
         model = random_llama(case.config, dtype, None if stored == DENSE else stored, device)
         model.generation_config = GenerationConfig()
         for _, scheme in of:
-            for count in requests:
+            for count in case.requests:
                 name = str(dtype)[6:] if stored == DENSE else stored
                 row = {"weights": name, "kv": scheme, "requests": count, "all": count == ALL}
                 try:
@@ -161,13 +174,7 @@ def run(
                 report(row)
         del model
         _empty()
-    keys = "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads"
-    shape = {key: getattr(case.config, key) for key in keys}
-    return (
-        {**shape, "prompt": prompt, "new": new, "memory_gb": memory, "page": PAGE,
-         "dtype": str(dtype)[6:]},
-        {"rows": rows},
-    )  # fmt: skip
+    return {**case.settings, "page": PAGE, "dtype": str(dtype)[6:]}, {"rows": rows}
 
 
 def _settings(count: int, length: int, memory: float) -> Any:

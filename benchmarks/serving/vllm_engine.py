@@ -33,9 +33,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_vq
 from hf_vq import env
-from hf_vq.errors import VQBackendError
 from hf_vq.evaluation.text_tables import markdown_table
 
+from ..random_llama import random_llama
 from . import serve
 
 FLOATS = serve.FLOATS
@@ -46,6 +46,7 @@ RESERVE = {"cpu": 0.1, "cuda": 2.0}
 _MEMORY = {"cpu": 0.25, "cuda": 24.0}
 _GB = 1 << 30
 _MARK = "serve-vllm: "  # before what a process says, among the lines that vLLM logs
+_BATCH = 8192  # tokens of a forward at most, as of `vllm serve` on a large GPU
 _SHORT, _STEPS = 64, 64  # tokens of a prompt, and steps that are timed, for time between tokens
 
 
@@ -68,45 +69,34 @@ def run(
         memory_gb: GiB for weights, KV cache and the reserve.
 
     Returns:
-        (settings, results) of the record.
-
-    Raises:
-        VQBackendError: an engine failed; the end of its log is in the message.
+        (settings, results) of the record. An engine that failed has a row that says so, and its
+        log is printed.
     """
     from vllm import __version__ as version
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    case = serve.CASES[device]
-    prompt, new = prompt or case.prompt, new or case.new
-    memory = _MEMORY[device] if memory_gb is None else memory_gb
-    job = {"requests": requests or REQUESTS[device], "prompt": prompt, "new": new}
+    case = serve.CASES[device].but(
+        pairs=PAIRS, requests=REQUESTS[device], memory_gb=_MEMORY[device]
+    )
+    case = case.but(pairs=pairs, requests=requests, prompt=prompt, new=new, memory_gb=memory_gb)
+    job = {"requests": case.requests, "prompt": case.prompt, "new": case.new}
     rows = []
     with contextlib.ExitStack() as stack:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        engines: list[subprocess.Popen[str]] = []
-        for pair in pairs or PAIRS:
+        engines: list[tuple[dict[str, Any], subprocess.Popen[str]]] = []
+        for pair in case.pairs:
             weights, _, kv = pair.partition("/")
             size = _checkpoint(root / weights, case.config, weights, device)
-            left = int((memory - RESERVE[device]) * _GB) - size
-            more = {"weights": weights, "kv": kv, "folder": str(root / weights), "left": left,
-                    "memory": memory}  # fmt: skip
-            engines.append(stack.enter_context(_engine(job | more, root / f"{len(engines)}.log")))
-        for engine in engines:
-            _said(engine)
-        for engine in engines:
-            rows.append(_said(engine, tell="measure"))
+            left = int((case.memory_gb - RESERVE[device]) * _GB) - size
+            row = {"weights": weights, "kv": kv}
+            more = {"folder": str(root / weights), "left": left, "memory": case.memory_gb}
+            started = _engine(job | row | more, root / f"{len(engines)}.log")
+            engines.append((row, stack.enter_context(started)))
+        first = [_said(engine) for _, engine in engines]
+        for (row, engine), said in zip(engines, first, strict=True):
+            rows.append(row | (said if "failed" in said else _said(engine, tell="measure")))
             report(rows[-1])
-    shape = {
-        key: getattr(case.config, key)
-        for key in (
-            "num_hidden_layers",
-            "hidden_size",
-            "num_attention_heads",
-            "num_key_value_heads",
-        )
-    }
-    settings = {**shape, "prompt": prompt, "new": new, "memory_gb": memory, "vllm": version}
-    return settings, {"rows": rows}  # fmt: skip
+    return {**case.settings, "vllm": version}, {"rows": rows}
 
 
 def _checkpoint(folder: Path, config: LlamaConfig, weights: str, device: str) -> int:
@@ -119,8 +109,7 @@ def _checkpoint(folder: Path, config: LlamaConfig, weights: str, device: str) ->
             model = LlamaForCausalLM(config)
         return sum(p.numel() for p in model.parameters()) * dtype.itemsize
     if not folder.exists():
-        with torch.device(device):
-            model = LlamaForCausalLM(config).to(dtype)
+        model = random_llama(config, dtype, None, device)
         quick = hf_vq.VQConfig(weights, search="norm", activations=None)
         hf_vq.quantize_model(model, quick).save_pretrained(folder)
         del model
@@ -150,7 +139,8 @@ def _engine(job: dict[str, Any], log: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def _said(process: subprocess.Popen[str], tell: str = "") -> dict[str, Any]:
-    """Tell a process to go on, and wait for what it says."""
+    """Tell a process to go on, and wait for what it says; of one that ended, the last that vLLM
+    logged."""
     assert process.stdin is not None and process.stdout is not None
     if tell:
         with contextlib.suppress(BrokenPipeError):
@@ -161,7 +151,9 @@ def _said(process: subprocess.Popen[str], tell: str = "") -> dict[str, Any]:
             found: dict[str, Any] = json.loads(line.removeprefix(_MARK))
             return found
     log: Path = process.log  # type: ignore[attr-defined]
-    raise VQBackendError(f"an engine of vLLM failed: {log.read_text()[-3000:]}")
+    lines = log.read_text().rstrip().splitlines() or ["it logged nothing"]
+    print("\n".join(lines[-30:]), file=sys.stderr, flush=True)
+    return {"failed": lines[-1]}
 
 
 def main(job: dict[str, Any]) -> None:
@@ -169,16 +161,17 @@ def main(job: dict[str, Any]) -> None:
     from vllm import LLM
 
     cuda = torch.cuda.is_available()
-    coded = cuda and job["kv"] != FLOATS
+    on_gpu: dict[str, Any] = {}
+    if cuda:
+        on_gpu = {"gpu_memory_utilization": _part(job["memory"]), "max_num_batched_tokens": _BATCH}
     llm = LLM(
-        job["folder"], skip_tokenizer_init=True, max_model_len=job["prompt"] + job["new"],
+        job["folder"], skip_tokenizer_init=True,
+        max_model_len=max(job["prompt"] + job["new"], _SHORT + 1 + _STEPS),
         load_format="dummy" if job["weights"] == serve.DENSE else "auto",
         kv_cache_memory_bytes=job["left"], enable_prefix_caching=False, max_num_seqs=512,
-        enforce_eager=not cuda, disable_log_stats=True,
-        **({"gpu_memory_utilization": _part(job["memory"])} if cuda else {}),
-        **({"attention_backend": "CUSTOM"} if coded else {}),
+        enforce_eager=not cuda, disable_log_stats=True, **on_gpu,
     )  # fmt: skip
-    _say({"ready": True})
+    _say({})
     input()
     cache = llm.llm_engine.vllm_config.cache_config
     capacity = cache.num_gpu_blocks * cache.block_size
@@ -187,8 +180,7 @@ def main(job: dict[str, Any]) -> None:
     _seconds(llm, fitting, job["prompt"], 2)
     seconds = _seconds(llm, fitting, job["prompt"], job["new"])
     _say({
-        "weights": job["weights"], "kv": job["kv"], "capacity_tokens": capacity,
-        "ms_between_tokens": between, "requests": fitting,
+        "capacity_tokens": capacity, "ms_between_tokens": between, "requests": fitting,
         "tokens_per_second": fitting * job["new"] / seconds,
     })  # fmt: skip
 
@@ -227,15 +219,18 @@ def _seconds(llm: Any, count: int, prompt: int, new: int) -> float:
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """A line for each pair: milliseconds between tokens at each number of requests, the tokens that
     the KV cache holds, and the tokens per second of as many requests as fit."""
-    counts = list(rows[0]["ms_between_tokens"])
+    ran = [row for row in rows if "failed" not in row]
+    counts = list(ran[0]["ms_between_tokens"]) if ran else []
     head = ["weights", "KV cache", *(f"{n} request{'s' * (n != '1')}, ms" for n in counts),
             "tokens that fit", "as many as fit, tokens/s"]  # fmt: skip
-    lines = [
-        [f"`{row['weights']}`", f"`{row['kv']}`",
-         *(f"{row['ms_between_tokens'][n]:.2f}" for n in counts), f"{row['capacity_tokens']:,}",
-         f"{row['tokens_per_second']:,.0f} ({row['requests']})"]
-        for row in rows
-    ]  # fmt: skip
+    lines = []
+    for row in rows:
+        cells = ["-"] * (len(counts) + 2)
+        if row in ran:
+            between = [f"{row['ms_between_tokens'][n]:.2f}" for n in counts]
+            speed = f"{row['tokens_per_second']:,.0f} ({row['requests']})"
+            cells = [*between, f"{row['capacity_tokens']:,}", speed]
+        lines.append([f"`{row['weights']}`", f"`{row['kv']}`", *cells])
     return markdown_table(head, lines)
 
 

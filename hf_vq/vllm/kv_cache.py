@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from vllm.logger import init_logger
-from vllm.v1.attention.backend import AttentionBackend
+from vllm.v1.attention.backend import AttentionBackend, AttentionType
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from .. import env, patches
@@ -41,6 +41,8 @@ DTYPES = {f"vq_{name}": name for name in SCHEMES}
 FOLDER = "kv"
 """Of a model, where kv_codebooks.safetensors may be, too: vLLM takes all files next to dense
 weights for weights."""
+_CACHED = AttentionType.DECODER, AttentionType.ENCODER_DECODER
+"""Attention over a KV cache."""
 _CURE = f"Set {env.VLLM_KV.name} to {', '.join(SCHEMES[:-1])} or {SCHEMES[-1]}"
 _chosen: list[KVScheme] = []  # that of the model which this process loads
 
@@ -54,13 +56,11 @@ def register() -> None:
     requested = env.VLLM_KV.get()
     if requested:
         scheme_of("auto")
-        logger.info(
-            "%s=%s: KV caches are codes, on a GPU with --attention-backend CUSTOM.",
-            env.VLLM_KV.name, requested,
-        )  # fmt: skip
+        logger.info("%s=%s: KV caches are codes.", env.VLLM_KV.name, requested)
         _register(AttentionBackendEnum.CPU_ATTN, "VQCPUAttentionBackend")
     if requested or register_kv_cache_dtype is not None:
         _register(AttentionBackendEnum.CUSTOM, "VQAttentionBackend")
+        patches.apply(patches.VLLM_BACKEND)
     if register_kv_cache_dtype is not None:
         for name in DTYPES:
             _register_dtype(name)
@@ -161,6 +161,27 @@ def with_coded_blocks(before: Callable[..., Any]) -> Callable[..., Any]:
         return TQFullAttentionSpec(**given | {"dtype": torch.uint8, "tq_slot_size": size})
 
     return get_kv_cache_spec
+
+
+def with_coded_backend(before: Callable[..., Any]) -> Callable[..., Any]:
+    """vLLM's choice of a backend, which is that of codes on a GPU where codes are asked for."""
+
+    @wraps(before)
+    def get_attn_backend(backend: Any, attn_selector_config: Any, *args: Any, **more: Any) -> Any:
+        from vllm.platforms import current_platform
+
+        of, on_gpu = attn_selector_config, current_platform.device_type == "cuda"
+        requested = env.VLLM_KV.get() or of.kv_cache_dtype in DTYPES
+        if requested and on_gpu and of.attn_type in _CACHED:
+            if backend not in (None, AttentionBackendEnum.CUSTOM):
+                raise VQConfigError(
+                    f"--attention-backend {backend.name} keeps no codes, which {env.VLLM_KV.name} "
+                    "or --kv-cache-dtype asks for. Leave one of them out."
+                )
+            backend = AttentionBackendEnum.CUSTOM
+        return before(backend, attn_selector_config, *args, **more)
+
+    return get_attn_backend
 
 
 def _check(spec: Any) -> None:

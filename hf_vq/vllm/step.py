@@ -6,6 +6,9 @@
 A token of a request with several new ones, as speculative decoding has, is a separate row: the
 table of its request, and all tokens up to itself. Rows are made on the device, where vLLM knows how
 long requests are; of prompts the host knows it. On a CPU a `Batch` says all.
+
+A batch in which every request has one new token is a CUDA graph of vLLM's: it reads lengths and
+tables where they always are, and kernels were chosen for the longest requests.
 """
 
 from __future__ import annotations
@@ -136,7 +139,9 @@ class VQMetadataBuilder(AttentionMetadataBuilder[VQMetadata]):
         tables: whether kernels read tables of blocks, as on a GPU.
     """
 
-    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
+    _cudagraph_support: ClassVar[AttentionCGSupport] = (
+        AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    )
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
@@ -169,7 +174,7 @@ class VQMetadataBuilder(AttentionMetadataBuilder[VQMetadata]):
         return made
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> VQMetadata:
-        """Build for requests of any length: a graph is replayed with longer ones."""
+        """See `AttentionMetadataBuilder`: for as many tokens as tables hold."""
         made = self.build(0, common_attn_metadata)
         if made.table is not None:
             made.table = Table(

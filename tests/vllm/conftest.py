@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 
@@ -18,3 +19,12 @@ except ImportError:
     collect_ignore_glob = ["test_*.py"]
 else:
     pytestmark = pytest.mark.filterwarnings("default")
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """vLLM's groups of processes, of this one alone."""
+    from tests.vllm.layers import ranks
+
+    with ranks(0, 1, str(tmp_path_factory.mktemp("group") / "store")):
+        yield

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -13,16 +10,12 @@ import torch
 from torch import nn
 
 from hf_vq.errors import VQConfigError, VQFormatError
-from tests.fixtures import ROOT
-from tests.vllm.experts import compare, layer, load, stored
-from tests.vllm.layers import quantization, ranks
+from tests.fixtures.experts import random_experts
+from tests.vllm.experts import compare, layer, load
+from tests.vllm.layers import quantization, run_ranks
 from tests.vllm.test_layers import SCHEMES
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with ranks(0, 1, str(tmp_path_factory.mktemp("group") / "store")):
-        yield
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -37,7 +30,7 @@ def test_biases_and_gates_between_rows(scheme: str) -> None:
 
 @pytest.mark.parametrize("change", ["shape", "dtype", "missing", "bias", "unknown", "infinite"])
 def test_wrong_files_are_refused(change: str) -> None:
-    module, made = stored("gpt-oss", "vq-4"), layer("gpt-oss", "vq-4")
+    module, made = random_experts("gpt-oss", "vq-4"), layer("gpt-oss", "vq-4")
     parameters, wanted = module._parameters, "experts"
     codes, scale = parameters["vq_down_proj_codes"], parameters["vq_down_proj_scale"]
     if change == "shape":
@@ -71,13 +64,4 @@ NAMES = ["experts.0.w1", "experts.0.w2"]
 
 @pytest.mark.parametrize("parallel", ["tensor", "expert"])
 def test_ranks(parallel: str, tmp_path: Path) -> None:
-    program = ROOT / "tests/fixtures/processes/vllm_expert_ranks.py"
-    arguments = [sys.executable, str(program), parallel, str(tmp_path / "store")]
-    running = [
-        subprocess.Popen([*arguments, str(rank)], cwd=ROOT, stdout=subprocess.PIPE,
-                         stderr=subprocess.STDOUT, text=True)
-        for rank in range(2)
-    ]  # fmt: skip
-    for process in running:
-        output, _ = process.communicate(timeout=600)
-        assert process.returncode == 0, output[-3000:]
+    run_ranks("vllm_expert_ranks.py", 2, parallel, str(tmp_path / "store"))

@@ -6,7 +6,6 @@ way of a GPU, by tables and slots, runs on a CPU too, where the reference comput
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 from vllm.v1 import kv_cache_interface
-from vllm.v1.attention.backend import AttentionBackend, CommonAttentionMetadata
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    CommonAttentionMetadata,
+)
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from hf_vq import patches
@@ -29,17 +32,13 @@ from hf_vq.serving import pages
 from hf_vq.vllm import attention, kv_cache
 from hf_vq.vllm.attention import VQAttentionImpl
 from hf_vq.vllm.step import VQMetadata, VQMetadataBuilder
-from tests.vllm.layers import ranks
 
 LAYER = "model.layers.3.self_attn.attn"
 SCALE = 0.11
 INV_FREQ = torch.tensor([1.0, 0.1, 0.01])
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with ranks(0, 1, str(tmp_path_factory.mktemp("group") / "store")):
-        yield
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.fixture(params=[False, True], ids=["host", "tables"])
@@ -280,6 +279,29 @@ def test_means_of_keys(
     run(Server("u2", page, tables=tables))
 
 
+@pytest.mark.parametrize("turning", [False, True])
+def test_a_step_without_requests(
+    tables: bool, turning: bool, means: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vLLM warms up, or captures what lies between two layers: nobody knows positions then, and
+    all slots are nobody's."""
+    monkeypatch.setenv("HF_VQ_VLLM_KV", "u4")
+    rotary = SimpleNamespace(inv_freq=INV_FREQ, interleaved=False)
+    monkeypatch.setattr(attention.Rotary, "of", lambda *args: rotary)
+    means["now"] = Calibrated(torch.randn(2, 64), torch.randn(2, 64) if turning else None)
+    server = Server("u4", 64, tables=tables)
+    context = SimpleNamespace(attn_metadata=None)
+    monkeypatch.setattr(attention, "get_forward_context", lambda: context)
+    before = server.memory.clone()
+    keys, query = torch.randn(2, 5, 2, 64), torch.randn(5, 6, 64)
+    output = torch.full_like(query, torch.nan)
+    nowhere = torch.full((5,), -1)
+    server.impl.do_kv_cache_update(server.layer, *keys, server.memory, nowhere)
+    server.impl.forward(server.layer, query, *keys, server.memory, None, output)
+    assert torch.equal(server.memory, before) and not output.any()
+    run(server)  # steps with requests follow
+
+
 @pytest.mark.parametrize("page", [64, 256])
 def test_softcap_and_sinks(
     tables: bool, page: int, means: Any, monkeypatch: pytest.MonkeyPatch
@@ -337,6 +359,10 @@ def test_a_graph_is_captured_for_requests_of_any_length(
     assert captured.table.longest == 9 * 64 and later.table.longest == 5
     assert captured.table.length.data_ptr() == later.table.length.data_ptr()
     assert captured.table.length.tolist() == [5, 0]
+    assert captured.table.pages.data_ptr() == given.block_table_tensor.data_ptr()
+    assert captured.direct and not captured.chunks
+    support = server.builder.get_cudagraph_support(SimpleNamespace(), SimpleNamespace())
+    assert support is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
 
 @pytest.mark.parametrize("wrong", ["window", "ALiBi", "encoder", "unknown", "none", "values"])

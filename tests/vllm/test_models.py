@@ -132,6 +132,13 @@ def test_weights_that_vllm_copies_itself(tmp_path: Path) -> None:
         LLM(str(source), quantization="vq", enforce_eager=True, **OPTIONS)
 
 
+def test_weights_that_are_loaded_anew() -> None:
+    """As a trainer sends them to a running engine: codes of the old ones may not stay."""
+    llm = LLM(str(MODEL), quantization="vq", enforce_eager=True, **OPTIONS)
+    with pytest.raises(Exception, match="cannot be loaded anew: start vLLM again"):
+        llm.collective_rpc("reload_weights")
+
+
 def test_command_line() -> None:
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     assert parser.parse_args(["--quantization", "vq"]).quantization == "vq"

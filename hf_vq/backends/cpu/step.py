@@ -267,7 +267,7 @@ class CompiledStep:
         self._out.value = out.data_ptr()
         self._calls.finished = 0
         status = self._run(self._address, self._count)
-        self._calls.check()
+        self._calls.check(status)
         native.check(status, "step")
         self._calls.check_all()
         for each in self._floats.values():
@@ -284,7 +284,7 @@ class CompiledStep:
         """
         one = self._given(index, inputs)
         status = self._run(self._address + INSTRUCTION.size * index, 1)
-        self._calls.check()
+        self._calls.check(status)
         native.check(status, "step")
         return self._numbers(one.result).clone()
 
@@ -358,15 +358,17 @@ class _Calls:
         self.finished += 1
         return native.OK
 
-    def check(self) -> None:
-        """Raise what the last call raised."""
+    def check(self, status: int) -> None:
+        """Raise what the last call raised. Ctrl-C just before one is lost in ctypes, which prints
+        it and gives the library any number: its status, or the number of success."""
         error, self._error = self._error, None
         if error is not None:
             raise error
+        if status not in native.STATUSES:
+            raise KeyboardInterrupt
 
     def check_all(self) -> None:
-        """Raise if a call of a step did not happen: Ctrl-C just before it is lost in ctypes, which
-        prints it and lets the library go on."""
+        """Raise if a call of a whole step did not happen: see `check`."""
         if self.finished != len(self._made):
             raise KeyboardInterrupt
 

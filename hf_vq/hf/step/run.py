@@ -29,6 +29,7 @@ from .trace import FAR, Refused, Step, trace
 from .verify import compare, difference, whole
 
 _ATTRIBUTE = "_hf_vq_step"
+_INSTALLED = {_ATTRIBUTE, "forward", "__getstate__"}  # attributes of a model
 _KEPT = 4  # programs of a model
 _POSITION = 1000  # to look at next to those of the prompt
 _PAYS = 48  # tokens whose savings pay for tracing a step
@@ -40,16 +41,10 @@ _ASKED = {"input_ids", CACHE, "position_ids", "attention_mask", "use_cache", "re
 
 
 class Forward:
-    """The `forward` of one model, which pickles and copies with it, and does not keep it alive."""
+    """The `forward` of one model, which it does not keep alive; copies begin without (`State`)."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = weakref.ref(model)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"model": self.model}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._model = weakref.ref(state["model"])
 
     @property
     def model(self) -> Any:
@@ -76,6 +71,23 @@ class Forward:
         return type(model).forward(model, **kwargs) if out is None else out
 
 
+class State:
+    """The `__getstate__` of one model: files and copies, shallow ones too, are of the model without
+    a `forward` of its own, which would run this model. `generate` gives them another."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = weakref.ref(model)
+
+    def __call__(self) -> Any:
+        """The state that the model's class gives, less what `install` adds."""
+        model: Any = self._model()
+        of_class = getattr(type(model), "__getstate__", None)  # before Python 3.11 not everywhere
+        state = vars(model) if of_class is None else of_class(model)
+        if not isinstance(state, dict):
+            return state
+        return {name: value for name, value in state.items() if name not in _INSTALLED}
+
+
 def install(model: PreTrainedModel, cache: VQCache, new: int) -> None:
     """Let a model on a CPU run its decoding steps over a `VQCache` as programs.
 
@@ -96,6 +108,7 @@ def install(model: PreTrainedModel, cache: VQCache, new: int) -> None:
     pays = wanted == "1" or steps.requested >= _PAYS
     if "forward" not in model.__dict__:  # at once: torch.compile starts again if it changes later
         patches.override(model, "forward", Forward(model))
+        patches.override(model, "__getstate__", State(model))
     if type(model.__dict__.get("forward")) is Forward:
         steps.begin(cache, pays)
 

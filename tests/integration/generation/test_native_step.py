@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import sys
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 import hf_vq
 from hf_vq import VQCache, VQConfig
 from hf_vq.backends.cpu import library
+from hf_vq.backends.cpu import step as native_step
 from hf_vq.hf.step import run, why_not
 from tests.fixtures.native_steps import (
     COVERED,
@@ -266,3 +268,29 @@ def test_a_window_over_several_memories(steps, monkeypatch):
     first = generate(monkeypatch, True, model, ids, 300, cache=cache)
     assert steps.count(True) >= 298
     same_steps(first, generate(monkeypatch, False, model, ids, 300))
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_an_interrupt_that_ctypes_loses_ends_the_step(lost, monkeypatch):
+    """Ctrl-C before the first line of a callback: ctypes prints it, and says that all went well."""
+    model = tiny("gemma3-sliding")  # whose layer of floats PyTorch computes
+    cache, token, before = prompted(model), torch.tensor(7), native_step._Calls.__call__
+    length, calls, printed = cache.get_seq_length(), [], []
+
+    def interrupted(self, number):
+        calls.append(number)
+        if len(calls) == lost + 1:
+            raise KeyboardInterrupt
+        return before(self, number)
+
+    both(model, cache, token)  # binds it
+    length += 1
+    monkeypatch.setattr(sys, "unraisablehook", printed.append)
+    monkeypatch.setattr(native_step._Calls, "__call__", interrupted)
+    with pytest.raises(KeyboardInterrupt), torch.no_grad():
+        model(**token_inputs(cache, token))
+    assert len(calls) > lost and [each.exc_type for each in printed] == [KeyboardInterrupt]
+    monkeypatch.setattr(native_step._Calls, "__call__", before)
+    assert cache.get_seq_length() == length
+    step, plain = both(model, cache, token)
+    assert torch.equal(step, plain)

@@ -17,6 +17,7 @@ from tests.fixtures.native_steps import (
     generate,
     prompt,
     prompted,
+    same_steps,
     tiny,
     token_inputs,
 )
@@ -146,6 +147,26 @@ def test_hooks_and_outputs_run_the_model(steps, monkeypatch):
     assert steps.count(True) >= 3
 
 
+@pytest.mark.parametrize("kind", ["forward", "forward_pre"])
+def test_hooks_of_all_modules_run_the_model(kind, steps, monkeypatch):
+    """Also if they come when a step is a program already."""
+    model, ids, seen = tiny("llama"), prompt(), []
+    wanted = generate(monkeypatch, True, model, ids, 6)
+    assert steps.count(True) == 5
+    steps.clear()
+    register = getattr(torch.nn.modules.module, f"register_module_{kind}_hook")
+    hook = register(lambda module, *_: seen.append(module))
+    try:
+        cache = VQCache(model.config)
+        assert why_not(model, cache) == "all modules have hooks"
+        same_steps(generate(monkeypatch, True, model, ids, 6), wanted)
+        assert steps == [] and seen.count(model.model.layers[1].mlp) == 6
+    finally:
+        hook.remove()
+    same_steps(generate(monkeypatch, True, model, ids, 6), wanted)
+    assert steps.count(True) == 5
+
+
 @pytest.mark.parametrize("limit", ["max_new_tokens", "max_length"])
 def test_models_that_were_asked_for_enough_tokens_run_programs(limit, steps):
     """At once in a long call, and in short ones when they add up."""
@@ -204,9 +225,22 @@ def test_explain_says_how_a_token_runs(monkeypatch):
 def test_a_copy_has_its_own_steps(monkeypatch):
     model, ids = tiny("llama"), prompt()
     first = generate(monkeypatch, True, model, ids, 20)
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert other.forward.model is other
-        assert torch.equal(generate(monkeypatch, True, other, ids, 20)[0], first[0])
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.copy(model)):
+        assert other.forward.__self__ is other  # that of its class, until it generates
+        same_steps(generate(monkeypatch, True, other, ids, 20), first)
+        assert other.forward.model is other and model.forward.model is model
+
+
+def test_a_shallow_copy_outlives_the_model(steps, monkeypatch):
+    """It shares modules, and has attributes of its own."""
+    model, ids = tiny("llama"), prompt()
+    wanted = generate(monkeypatch, False, model, ids, 12)
+    generate(monkeypatch, True, model, ids, 12)
+    model = copy.copy(model)  # nobody refers to the first one now
+    assert model(ids).logits.shape == (1, 80, 96)
+    steps.clear()
+    same_steps(generate(monkeypatch, True, model, ids, 12), wanted)
+    assert steps.count(True) == 11
 
 
 def test_a_model_that_looks_at_the_position_is_refused(monkeypatch):
