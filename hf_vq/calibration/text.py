@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
@@ -22,6 +23,7 @@ from .offload import place_of
 
 CONTEXT = 2048
 _WRITTEN_AT_ONCE = 1 << 15  # tokens of a batch of generated sequences
+_BLOCK = 512  # tokens whose chances are added first
 _SHIPPED = Path(__file__).parent / "data" / "default.txt.xz"  # made by scripts/
 _DOCUMENTS = 1 << 16  # most documents of a data set that are read
 
@@ -250,14 +252,46 @@ def _written(
     for _ in bar(range(length - 1), "writing text", progress):
         token = written[-1].to(place)
         logits = model(token, **{cache_argument(model): cache}, use_cache=True).logits[:, -1]
-        chances = logits.float().softmax(-1).cpu()
-        if not bool(chances.isfinite().all()):
-            raise VQCalibrationError(
-                "the model cannot write a text: its logits hold NaN or infinity. Load it in "
-                "bfloat16 or float32, or give it a text."
-            )
-        written.append(torch.multinomial(chances, 1, generator=generator))
-    return torch.cat(written, 1)
+        written.append(sample_tokens(logits, generator))
+    return torch.cat([token.cpu() for token in written], 1)
+
+
+def sample_tokens(logits: Tensor, generator: torch.Generator) -> Tensor:
+    """Sample a token of each row: the first whose cumulative chance exceeds a uniform number.
+
+    Chances are added in blocks, and only those of one block one by one: a row costs one pass over
+    the vocabulary and one random number, where `torch.multinomial` draws a number for each token.
+
+    Args:
+        logits: [rows, V], on any device.
+        generator: of the CPU.
+
+    Returns:
+        int64 [rows, 1], on the device of the logits.
+
+    Raises:
+        VQCalibrationError: logits are not finite.
+    """
+    chances = logits.float().softmax(-1)
+    rows, size = chances.shape
+    blocks = F.pad(chances, (0, -size % _BLOCK)).view(rows, -1, _BLOCK)
+    ends = blocks.sum(-1).double().cumsum(-1)
+    if not bool(ends.isfinite().all()):
+        raise VQCalibrationError(
+            "the model cannot write a text: its logits hold NaN or infinity. Load it in "
+            "bfloat16 or float32, or give it a text."
+        )
+    at = torch.rand(rows, 1, dtype=torch.float64, generator=generator).to(ends.device)
+    at = at * ends[:, -1:]
+    block = torch.searchsorted(ends, at, right=True).minimum(_last(ends))
+    at = at - F.pad(ends, (1, 0)).gather(1, block)
+    inside = blocks.take_along_dim(block[..., None], 1).squeeze(1).double().cumsum(-1)
+    return block * _BLOCK + torch.searchsorted(inside, at, right=True).minimum(_last(inside))
+
+
+def _last(ends: Tensor) -> Tensor:
+    """Index of the last summand that is not 0, of cumulative sums [rows, n]."""
+    return (ends < ends[:, -1:]).sum(-1, keepdim=True)
 
 
 def _as_list(token: Any) -> list[int]:
