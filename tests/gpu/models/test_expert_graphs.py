@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.fixtures.cuda_layers import poison
-from tests.fixtures.experts import CHOSEN, EXPERTS, HIDDEN, exact, random_experts
+from tests.fixtures.models.random_experts import CHOSEN, EXPERTS, HIDDEN, exact, random_experts
 
 pytestmark = [
     pytest.mark.gpu,
