@@ -9,7 +9,14 @@ from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe import layer as fused
 
 from hf_vq.nn.experts import VQExperts
-from tests.fixtures.experts import CHOSEN, EXPERTS, HIDDEN, INNER, exact, random_experts
+from tests.fixtures.models.random_experts import (
+    CHOSEN,
+    EXPERTS,
+    HIDDEN,
+    INNER,
+    exact,
+    random_experts,
+)
 from tests.vllm.layers import quantization
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hf_vq.errors import VQConfigError, VQFormatError
-from tests.fixtures.experts import random_experts
+from tests.fixtures.models.random_experts import random_experts
 from tests.vllm.experts import compare, layer, load
 from tests.vllm.layers import quantization, run_ranks
 from tests.vllm.test_layers import SCHEMES

@@ -130,8 +130,11 @@ class Step:
             page, place = self.table[row].long()[every // self.page], every % self.page
             sides = []
             for side, mean in ((self.layer.k, self._mean(every)), (self.layer.v, None)):
-                codes, scale = (x[page, :, place].transpose(0, 1) for x in (side.codes, side.scale))
-                x = decode_kv(codes, scale, side.codebook, side.side.scheme, DIM).double()
+                codes, scale = (
+                    x[page, :, place].transpose(0, 1)[None].contiguous()
+                    for x in (side.codes, side.scale)
+                )
+                x = decode_kv(codes, scale, side.codebook, side.side.scheme, DIM)[0].double()
                 x = x if mean is None else x + mean
                 sides.append(x.repeat_interleave(GROUPS, 0))
             query = self.qkv[row, : GROUPS * HEADS * DIM].view(-1, 1, DIM).double()
