@@ -28,7 +28,7 @@ from . import step
 
 logger = logging.get_logger("hf_vq")
 
-_FAST = ("vq-2", "vq-3", "vq-4", "turboquant-4", "turboquant-4+4")  # have kernels on most devices
+_FAST = ("vq-2", "vq-3", "vq-4", "turboquant-4", "turboquant-8", "turboquant-4+4")  # have kernels on most devices
 
 SIZES = {
     "kv_append": ("num_new", "head_dim"),
