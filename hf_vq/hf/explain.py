@@ -28,13 +28,16 @@ from . import step
 
 logger = logging.get_logger("hf_vq")
 
-_FAST = ("vq-2", "vq-3", "vq-4", "turboquant-4", "turboquant-4+4")  # have kernels on most devices
+_FAST = ("vq-2", "vq-3", "vq-4", "turboquant-4", "turboquant-8", "turboquant-4+4")  # have kernels on most devices
 
 SIZES = {
     "kv_append": ("num_new", "head_dim"),
     "kv_attention": ("length", "head_dim"),
 }
-"""Fields of problems of a cache that are printed as their size; of a layer, its features."""
+"""Fields of problems of a cache that are printed as their size."""
+
+FEATURES = ("out_features", "in_features")
+"""The same of a layer."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +67,38 @@ class Row:
             return False
         return chosen.implementation.is_slow(self.problem)
 
+    def __str__(self) -> str:
+        """One sentence: what runs the layers, and why nothing does that is faster and for a device
+        of this machine. A CPU kernel that is fast needs no reasons."""
+        said = []
+        for verdict in self.verdicts:
+            name = verdict.entry.name
+            if verdict.chosen:
+                note = verdict.entry.implementation.note(self.problem)
+                if name.startswith("cpu.") and note is None and not self.is_slow:
+                    said = []
+                said += filter(None, [note])
+                break
+            if _is_here(verdict.entry.devices, self.problem.device):
+                said.append(f"{name} does not: {verdict.reason}")
+        first, count, op = self.layers[0], len(self.layers), self.problem.op
+        shown = first if count == 1 else f"{first} and {count - 1} more"
+        size = " x ".join(str(getattr(self.problem, name)) for name in SIZES.get(op, FEATURES))
+        kind = [op, _name(self)] if op.endswith("linear") else [op]
+        told = "; ".join([f"{self.kernel} runs {shown} ({', '.join([*kind, size])})", *said])
+        return f"{told}."
+
+
+def _is_here(devices: tuple[str, ...], device: str) -> bool:
+    """True if this machine has one of `devices` besides its CPU, or tensors are on one of them."""
+    return not devices or any(
+        each == device or (each != "cpu" and getattr(torch, each).is_available())
+        for each in devices
+    )
+
 
 class Explanation(list[Row]):
-    """The rows of `explain`; printing it shows a table.
+    """The rows of `explain`; printing it shows a sentence for each.
 
     Attributes:
         step: how a decoding step over the cache runs on a CPU; empty elsewhere.
@@ -92,27 +124,10 @@ class Explanation(list[Row]):
         )
 
     def __str__(self) -> str:
-        return "\n".join(filter(None, (self._table(), self.step)))
+        return "\n".join(filter(None, (self._sentences(), self.step)))
 
-    def _table(self) -> str:
-        if not self:
-            return "no VQ layer here"
-        lines = [("layers", "op", "size", "kernel", "not used, because")]
-        for row in self:
-            first, count = row.layers[0], len(row.layers)
-            shown = first if count == 1 else f"{first} and {count - 1} more"
-            reasons = [f"{v.entry.name}: {v.reason}" for v in row.verdicts if not v.chosen]
-            for verdict in row.verdicts:
-                note = verdict.entry.implementation.note if verdict.chosen else None
-                reasons += [said] if note and (said := note(row.problem)) else []
-            names = SIZES.get(row.problem.op, ("out_features", "in_features"))
-            size = " x ".join(str(getattr(row.problem, name)) for name in names)
-            lines.append((shown, row.problem.op, size, row.kernel, "; ".join(reasons)))
-        widths = [max(len(line[column]) for line in lines) for column in range(4)]
-        return f"{self.summary}\n\n" + "\n".join(
-            "  ".join([*(cell.ljust(w) for cell, w in zip(line, widths, strict=False)), line[4]])
-            for line in lines
-        )
+    def _sentences(self) -> str:
+        return "\n".join([self.summary, "", *map(str, self)]) if self else "no VQ layer here"
 
     __repr__ = __str__
 

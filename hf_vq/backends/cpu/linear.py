@@ -265,20 +265,29 @@ def decode(weight: StoredWeight) -> Tensor:
 
 
 def note(problem: dispatch.LinearProblem) -> str | None:
-    """What to say of codes whose rows are decoded at every call."""
+    """What to say of codes that take longer than a dense weight."""
     scheme = VQScheme.parse(problem.scheme)
-    if not is_slow(problem):
-        return None
-    return (
-        f"{scheme.notation()} has no kernel that multiplies with codes: its rows are decoded, "
-        f"{DECODED_ROWS} at a time, at every call"
-    )
+    if not matrix(scheme, problem.out_features, problem.in_features).has_kernel:
+        return (
+            f"{scheme.notation()} has no kernel that multiplies with codes: its rows are decoded, "
+            f"{DECODED_ROWS} at a time, at every call"
+        )
+    if _looks_up_slowly(scheme):
+        return f"looking up {scheme.notation()} takes long without AVX-512 VBMI"
+    return None
 
 
 def is_slow(problem: dispatch.LinearProblem) -> bool:
-    """True if no kernel multiplies with the codes."""
+    """True if no kernel multiplies with the codes, or one that takes longer than a dense weight."""
     scheme = VQScheme.parse(problem.scheme)
-    return not matrix(scheme, problem.out_features, problem.in_features).has_kernel
+    stored = matrix(scheme, problem.out_features, problem.in_features)
+    return not stored.has_kernel or _looks_up_slowly(scheme)
+
+
+def _looks_up_slowly(scheme: VQScheme) -> bool:
+    """Levels of 16 bits (linear_levels.h) in parts of 16 entries."""
+    levels = scheme.vector_size == 1 and scheme.entry_bits in (6, 8)
+    return levels and native.isa() not in FEW_TOKENS
 
 
 LINEAR = Implementation(linear, supports, bind, grouped=grouped, note=note, is_slow=is_slow)

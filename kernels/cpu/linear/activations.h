@@ -8,6 +8,8 @@
 // iteration of a kernel: it decodes `planes` vectors of kBytes entries. Its numbers are in the same number of
 // vectors, in the order in which the kernel finds the entries. Numbers beyond the end of the row are zero. A span
 // with infinity or NaN has the scale NaN, which propagates to every output.
+//
+// Codes with kFine inputs take numbers of 16 bits, 255 high + low, whose high and low bytes are two planes.
 #pragma once
 #include "../api.h"
 #include "../primitives/floats.h"
@@ -18,6 +20,10 @@ namespace hf_vq {
 namespace {
 
 constexpr int64_t kLargestSpan = 128;
+
+// Numbers of 16 bits as two bytes: kLevelBase high + low, high and low in [-127, 127].
+constexpr int kLevelBase = 255;
+constexpr int kMostLevel = kLevelBase * 127 + 127;
 
 // Partition of a row of `columns` weights into spans and steps of a kernel.
 struct Cut {
@@ -98,6 +104,26 @@ inline float round_span(const float* u, int64_t n, uint8_t* number) {
   return magnitude / 127.0f + sum(not_finite);
 }
 
+// The same with numbers of 16 bits, number[i] = 255 high[i] + low[i] = round(u[i] / scale).
+inline float round_span_finely(const float* u, int64_t n, uint8_t* high, uint8_t* low) {
+  const Floats none = splat(0.0f), most_level = splat(float(kMostLevel)), least_level = none - most_level;
+  Floats most = none, not_finite = none;
+  for (int64_t i = 0; i < n; i += kFloats) {
+    const Floats a = load(u + i);
+    most = max(most, max(a, none - a));
+    not_finite = fma(a, none, not_finite);  // 0, or NaN
+  }
+  const float magnitude = largest(most);
+  const Floats inverse = splat(magnitude > 1e-30f ? float(kMostLevel) / magnitude : 0.0f);
+  for (int64_t i = 0; i < n; i += kFloats) {
+    const Ints whole = to_ints(min(max(load(u + i) * inverse, least_level), most_level));
+    const Ints upper = to_ints(to_floats(whole) * splat(1.0f / kLevelBase));
+    store_low_bytes(high + i, upper);
+    store_low_bytes(low + i, whole + upper - shift_left<8>(upper));
+  }
+  return magnitude / float(kMostLevel) + sum(not_finite);
+}
+
 // v[c] <- components c of the X-vectors that are contiguous in v.
 template <int X> inline void deinterleave(Bytes (&v)[X]) {
   if constexpr (X > 1) {
@@ -115,31 +141,38 @@ template <int X> inline void deinterleave(Bytes (&v)[X]) {
   }
 }
 
-// Row `row` of the inputs. u and natural: scratch of steps * step numbers. Codes::arrange writes the
-// numbers of a step, found at `natural` in the order of columns, as planes.
+// Row `row` of the inputs. u and natural: scratch of steps * step numbers, of as many more at `natural` for low bytes.
+// Codes::arrange writes the numbers of a step, found at `natural` in the order of columns, as planes.
 template <class Codes>
 inline void prepare_row(const hf_vq_matrix& w, const Cut& cut, const void* x, int dtype, int64_t row,
                         const Activations& to, float* u, uint8_t* natural) {
   rotate_row(w, x, dtype, row, u);
   memset(u + w.in, 0, size_t(cut.steps * cut.step - w.in) * 4);
-  memset(natural, 0, size_t(cut.steps * cut.step));
+  const int64_t columns = cut.steps * cut.step;
+  memset(natural, 0, size_t(columns * (Codes::kFine ? 2 : 1)));
 
   float* scale = to.scale + row * cut.scales;
   memset(scale, 0, size_t(cut.scales) * 4);
   for (int64_t g = 0; g < cut.spans; ++g) {
     const int64_t first = g * cut.span, rest = cut.columns - first;
     const int64_t n = divide_up(rest < cut.span ? rest : cut.span, kFloats) * kFloats;
-    scale[g] = round_span(u + first, n, natural + first);
+    scale[g] = Codes::kFine ? round_span_finely(u + first, n, natural + first, natural + columns + first)
+                            : round_span(u + first, n, natural + first);
   }
 
   const int64_t set_bytes = cut.steps * cut.planes * kBytes;
   uint8_t* numbers = to.numbers + row * cut.numbers();
-  for (int64_t v = 0; v < cut.steps; ++v)
-    Codes::arrange(natural + v * cut.step, numbers + v * cut.planes * kBytes, set_bytes);
+  for (int64_t v = 0; v < cut.steps; ++v) {
+    uint8_t* planes = numbers + v * cut.planes * kBytes;
+    Codes::arrange(natural + v * cut.step, planes, set_bytes);
+    if (Codes::kFine) Codes::arrange(natural + columns + v * cut.step, planes + cut.planes / 2 * kBytes, set_bytes);
+  }
   for (int64_t v = 0; v < cut.starts() / kFloats; ++v) {
     Ints biased = zero_ints();
-    for (int plane = 0; plane < cut.planes; ++plane)
+    for (int plane = 0; plane < cut.planes; ++plane) {
+      if (Codes::kFine && plane == cut.planes / 2) biased = shift_left<8>(biased);
       biased = dot(biased, splat_byte(kLevelBias), load_bytes(numbers + (v * cut.planes + plane) * kBytes));
+    }
     store(to.start + row * cut.starts() + v * kFloats, zero_ints() - biased);
   }
 }

@@ -2,7 +2,7 @@
 // Linear layers on codes:  y[m, o] = sum_g scale[o, g] * xscale[m, g] * unit * sum_j level[o, j] number[m, j]
 //
 // A thread owns adjacent rows of W, whose canonical codes are contiguous bytes. A step decodes 16 to 64 codes in
-// registers (linear_codes.h, linear_e8p.h, linear_words.h) and multiplies the entries by up to four 8-bit inputs. The
+// registers (linear_codes.h, linear_levels.h, linear_e8p.h, linear_words.h) and multiplies the entries by up to four 8-bit inputs. The
 // sums of a step are exact in 32 bits; they are scaled and added as floats, one lane for 4 codes.
 //
 // A row may take several passes: one per residual codebook, one per half of an 8-vector, one per tile. Each pass
@@ -16,6 +16,7 @@
 #include "linear_decode.h"
 #include "linear_e8p.h"
 #include "linear_entries.h"
+#include "linear_levels.h"
 #include "linear_luts.h"
 #include "linear_words.h"
 #include "../host/threads.h"
@@ -150,8 +151,11 @@ inline void make_factors(const LinearCall& call, int64_t first, int rows, int64_
       const float* x = call.x.scale + (input + m) * call.cut.scales;
       float* to = factors + (r * inputs + m) * call.cut.scales;
       int64_t g = 0;
-      if (w.group == call.cut.span)
-        for (; g + kFloats <= groups; g += kFloats) store(to + g, load_half(scale + g) * load(x + g));
+      if (w.group == call.cut.span) {  // what the last vector takes of the next row is overwritten by zeros
+        const int64_t readable = (w.out - first - r) * groups;
+        for (; g < groups && g + kFloats <= readable; g += kFloats) store(to + g, load_half(scale + g) * load(x + g));
+        if (g > groups) g = groups;
+      }
       for (; g < call.cut.spans; ++g) to[g] = half_to_float(scale[g * call.cut.span / w.group]) * x[g];
       for (; g + kFloats <= call.cut.scales; g += kFloats) store(to + g, splat(0.0f));
       for (; g < call.cut.scales; ++g) to[g] = 0.0f;
@@ -341,7 +345,7 @@ template <class Codes> inline void run_prepare(int64_t first, int64_t last, void
   const Cut& cut = call.linear->cut;
   const size_t columns = size_t(cut.steps * cut.step);
   const Scratch<float> u(columns);
-  const Scratch<uint8_t> natural(columns);
+  const Scratch<uint8_t> natural(columns * (Codes::kFine ? 2 : 1));
   if (!u || !natural) {
     call.linear->status = HF_VQ_NO_MEMORY;
     return;
@@ -420,6 +424,8 @@ template <class Visit> inline int with_codes(const hf_vq_matrix& w, const Visit&
   const int shape = w.x * 100 + w.bits;
   if (w.scope == HF_VQ_E8P) return visit.template operator()<E8PCodes>();
   if (shape == 104) return visit.template operator()<TableCodes<16, 1, 4>>();
+  if (shape == 106) return visit.template operator()<LevelCodes<6>>();
+  if (shape == 108) return visit.template operator()<LevelCodes<8>>();
   if (shape == 206) return visit.template operator()<TableCodes<64, 2, 6>>();
   if (shape == 812) return visit.template operator()<WordCodes<8, 12>>();
   if constexpr (kWideLookup) {

@@ -47,6 +47,7 @@ template <int X> inline void transpose_levels(const uint8_t* natural, int entrie
 template <int E, int X, int Bits, int Sets = 1> struct TableCodes {
   static constexpr int kParts = Bits == 4 ? 2 : 1;  // vectors of codes per step
   static constexpr int kPlanes = kParts * X;
+  static constexpr bool kFine = false;
   static constexpr int kBlock = 8;  // rows for which a pass keeps its tables
   static constexpr bool kStepsFirst = X == 4;  // with several passes: they are short, so a pass covers all rows
   static constexpr int kSets = Sets;

@@ -13,6 +13,7 @@ namespace {
 
 struct E8PCodes {
   static constexpr int kPlanes = 10, kSets = 1;
+  static constexpr bool kFine = false;
   static constexpr int kBlock = 8;  // rows for which a pass keeps its tables
   static constexpr bool kStepsFirst = false;
   static constexpr int kStepBytes = 2 * kBytes;

@@ -3,9 +3,8 @@
 //
 //     y[m, o] = sum_g scale[o, g] xscale[m, g] unit sum_j entry[ first(o, j) << 4 | second(o, j) ] number[m, j]
 //
-// 8-bit levels would lose more accuracy than the residual gains, so a level has 16 bits in two tables, level = 255 high
-// + low. Both are looked up in registers (VBMI: four tables each) and multiplied by 8-bit inputs. The codes of both
-// passes are in separate canonical rows and are merged in registers:
+// A level has 16 bits, in two tables (linear_levels.h). Both are looked up in registers (VBMI: four tables each) and
+// multiplied by 8-bit inputs. The codes of both passes are in separate canonical rows and are merged in registers:
 //
 //     first  .. b a      low nibbles: even columns     (a & 15) << 4 | (c & 15)
 //     second .. d c      high nibbles: odd columns     (a & 240)     | (c >> 4)
@@ -14,6 +13,7 @@
 #pragma once
 #include "linear_codes.h"
 #include "linear_decode.h"
+#include "linear_levels.h"
 #include "../host/threads.h"
 
 namespace hf_vq {
@@ -23,7 +23,6 @@ namespace nested {
 using Order = TableCodes<16, 1, 4>;  // of the inputs: even columns of a step, then odd ones
 
 constexpr int kEntries = 256;
-constexpr int kBase = 255;
 constexpr int kPlaces = 4;             // that rows are taken from
 constexpr int64_t kFar = 2048;         // bytes between a read and its prefetch
 
@@ -45,21 +44,6 @@ struct Call {
 inline bool fits(const hf_vq_matrix& w) {
   return stored_as_said(w) && w.x == 1 && w.bits == 4 && w.stages == 1 && w.scope == HF_VQ_SHARED &&
          w.in % kLargestSpan == 0 && w.group % kLargestSpan == 0;
-}
-
-// tables <- levels of fp16 entries; returns the unit.
-inline float make_tables(const uint16_t* entries, uint8_t* tables) {
-  const float unit = unit_of(entries, kEntries) * (127.0f / (kBase * 127 + 127)), inverse = inverse_of(unit);
-  constexpr float kMost = kBase * 127 + 127;
-  for (int e = 0; e < kEntries; ++e) {
-    const float found = half_to_float(entries[e]) * inverse;
-    const float level = found < kMost ? (found > -kMost ? found : -kMost) : kMost;  // what is no number, too
-    const int whole = int(level + (level < 0 ? -0.5f : 0.5f));
-    const int high = (whole + (whole < 0 ? -kBase / 2 : kBase / 2)) / kBase;
-    tables[e] = uint8_t(high + kLevelBias);
-    tables[kEntries + e] = uint8_t(whole - kBase * high + kLevelBias);
-  }
-  return unit;
 }
 
 using Book = Codebook<kEntries, 1>;
@@ -95,7 +79,7 @@ inline void compute_rows(const Call& call, const Book& high, const Book& low, in
       const Floats lows = to_floats(dot(dot(from, c[0], even), d[0], odd));
       const float scale = half_to_float(w.scale[o * groups + column / w.group]);
       const Floats factor = splat(scale * inputs[column / kLargestSpan]);
-      sums[k] = fma(fma(highs, splat(float(kBase)), lows), factor, sums[k]);
+      sums[k] = fma(fma(highs, splat(float(kLevelBase)), lows), factor, sums[k]);
     }
   }
   for (int k = 0; k < Rows; ++k) {
@@ -127,7 +111,7 @@ inline int compute(const hf_vq_matrix& w, const uint8_t* second, const void* x, 
   const Activations to{numbers.get(), start.get(), scale.get()};
   for (int64_t m = 0; m < rows; ++m) prepare_row<Order>(w, cut, x, dtype, m, to, u.get(), natural.get());
   alignas(64) uint8_t tables[2 * kEntries];
-  const float unit = make_tables(w.codebook, tables);
+  const float unit = make_levels(w.codebook, kEntries, tables);
   Call call{w, second, cut, to, tables, unit, rows, bias, bias_dtype, y, dtype};
   parallel_for(w.out, divide_up(32 << 10, w.in / 2), run_rows, &call);
   return HF_VQ_OK;

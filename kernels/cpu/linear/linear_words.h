@@ -14,6 +14,7 @@ template <int X, int Bits> struct WordCodes {
   static constexpr int kEntries = 1 << Bits;
   static constexpr int kPlaces = 8 / X;
   static constexpr int kPlanes = 1, kSets = 1;
+  static constexpr bool kFine = false;
   static constexpr int kBlock = 32;  // rows for which a pass keeps its tables
   static constexpr bool kStepsFirst = false;
   static constexpr int kStepColumns = kBytes, kStepCodes = kBytes / X;

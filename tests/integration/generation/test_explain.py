@@ -45,7 +45,7 @@ def test_an_empty_cache_and_one_with_tokens(monkeypatch):
         monkeypatch.undo()
     asked = {row.problem for row in explain(model, cache=cache)}
     assert asked == {problem for problem in chosen if problem.op in ("kv_attention", "kv_append")}
-    assert re.search(r"attention +32 x 16", str(explain(model, cache=cache)))
+    assert re.search(r"\(kv_attention, 32 x 16\)", str(explain(model, cache=cache)))
 
 
 def test_layers_that_are_not_coded_ask_nothing():
@@ -93,7 +93,25 @@ def of_three(problem):
 
 
 def test_which_entries_are_slow():
-    """The reference always, two passes by their slowest, CPU codes without a kernel."""
-    for scheme, slow in (("vq-4", False), ("turboquant-4+4", False), ("turboquant-2+2", True)):
+    """The reference always, two passes by their slowest, CPU codes without a fast kernel."""
+    wide = library.isa() in ("avx512", "zen4")
+    cases = (("vq-4", False), ("turboquant-4+4", False), ("turboquant-2+2", True))
+    for scheme, slow in (*cases, ("turboquant-8", not wide), ("turboquant-7", True)):
         slow |= library.load() is None  # built without: the reference runs all
         assert {row.is_slow for row in explain(quantized(scheme))} == {slow}, scheme
+
+
+def test_a_sentence_of_a_layer_is_about_this_machine(monkeypatch):
+    said = str(explain(quantized("turboquant-2+2"))).splitlines()
+    assert len(said) == 4 and not said[1]
+    assert "runs 0 (linear, turboquant-2+2, 256 x 256); " in said[2]
+    assert all("cuda" not in line and "xpu" not in line for line in said[2:])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert "cuda.linear does not: tensor is on cpu" in str(explain(quantized("turboquant-2+2")))
+    if library.load() is not None:
+        monkeypatch.undo()
+        said = str(explain(quantized("vq-4"))).splitlines()
+        assert said[2:] == [
+            "cpu.linear runs 0 (linear, vq-4, 256 x 256).",
+            "cpu.linear runs 1 (linear, vq-4, 128 x 256).",
+        ]

@@ -27,7 +27,7 @@ constexpr Family kFamilies[] = {
 bool in_catalogue(const hf_vq_matrix& w) {
   const int shape = w.x * 100 + w.bits;
   bool known = false;
-  for (int each : {104, 206, 208, 408, 808, 812}) known |= shape == each;
+  for (int each : {104, 106, 108, 206, 208, 408, 808, 812}) known |= shape == each;
   known |= shape == 816 && (w.scope == HF_VQ_E8P || w.group == w.in);
   return known && w.in % 128 == 0 && (w.scope != HF_VQ_TILE || (w.bits == 8 && w.tile_columns % 256 == 0));
 }
@@ -129,6 +129,9 @@ struct Matrix {
     return w.scope == HF_VQ_SHARED && w.x % 8 == 0 && !tables && w.group == w.in;
   }
 
+  // How many steps the largest entry and the largest input have: linear_levels.h has numbers of 16 bits.
+  double steps() const { return w.x == 1 && (w.bits == 6 || w.bits == 8) ? 255 * 127 + 127 : 127; }
+
   // max |u_p| of n columns, times the largest norm of an entry, summed over the stages.
   double largest_product(const double* u, int64_t n) const {
     double longest = 0, reach = 0;
@@ -162,7 +165,7 @@ struct Matrix {
 
 // Shared by all instruction sets: a problem, its exact results, and those of scalar.
 //
-// Kernels round inputs to numbers, max |u| / 127 apart in each span of columns, and entries to 8 bits. On two
+// Kernels round inputs to numbers, max |u| / steps() apart in each span of columns, and entries likewise. On two
 // instruction sets an input that is undecided may become either of its neighbours.
 struct Problem {
   const Matrix& matrix;
@@ -170,7 +173,7 @@ struct Problem {
   int64_t rows, first, count;  // count rows of W from first on are decoded
   int dense_dtype;
   Guarded<double> dense, rotated, y;
-  Guarded<double> most;   // what rounding to 8 bits may do to an output
+  Guarded<double> most;   // what rounding entries and inputs may do to an output
   Guarded<double> apart;  // what rounding to float32 may do to it, on two instruction sets
   Guarded<double> tables;  // what rounding products of whole vectors may do, where they come from tables
   Numbers scalar_y;
@@ -194,11 +197,11 @@ struct Problem {
     tables = Guarded<double>(size_t(rows * out));
     for (int64_t i = 0; i < out * in; ++i) dense[size_t(i)] = m.weight(i / in, i % in);
     for (int64_t r = 0; r < rows; ++r) m.rotate(x, r, rotated.get() + r * in);
-    // Half a step of 1/127 of the largest entry.
+    // Half a step of the largest entry.
     double entry = 0;
     for (size_t i = 0; i < m.codebook.size(); ++i)
       entry = std::fmax(entry, std::fabs(double(half_to_float(m.codebook[i]))));
-    entry *= m.w.stages / 254.0;
+    entry *= m.w.stages / (2 * m.steps());
     for (int64_t i = 0; i < rows * out; ++i) {
       const double start = bias.size() > 0 ? double(bias[size_t(i % out)]) : 0;
       y[size_t(i)] = start;
@@ -217,10 +220,10 @@ struct Problem {
     const hf_vq_matrix& w = matrix.w;
     const double* u = rotated.get() + r * w.in;
     double step;
-    const double doubt = doubt_of_rounding(u + from, to - from, w.block, step);
+    const double doubt = doubt_of_rounding(u + from, to - from, w.block, step, matrix.steps());
     if (step == 0) return;
     // Error of a float sum, which grows like a random walk, and of the span's scale.
-    const double sums = 8 * kHalfUlp * std::sqrt(double(w.in) / 16 + 8) + doubt / 127;
+    const double sums = 8 * kHalfUlp * std::sqrt(double(w.in) / 16 + 8) + doubt / matrix.steps();
     const double product = matrix.by_tables(rows) ? matrix.largest_product(u + from, to - from) : 0;
     for (int64_t o = 0; o < w.out; ++o) {
       const double *weights = dense.get() + o * w.in, lost = entry * matrix.scale_of(o, from / w.group);
@@ -230,6 +233,7 @@ struct Problem {
         total += weights[i] * u[i];
         size += weight * std::fabs(u[i]);
         rounding += weight * step / 2 + lost * std::fabs(u[i]);
+        if (matrix.steps() > 127) rounding += 2 * lost * step * 127 * 127;  // low times low bytes are left out
         if (undecided(u[i] / step, doubt)) either += weight * step;
       }
       const size_t at = size_t(r * w.out + o);

@@ -81,18 +81,18 @@ inline void plain_hadamard(double* x, int64_t n) {
   for (int64_t i = 0; i < n; ++i) x[i] *= 1 / __builtin_sqrt(double(n));
 }
 
-// Numbers u [n] are rounded to integers of `step` = max |u| / 127 after a Hadamard transform in float32, each of
+// Numbers u [n] are rounded to integers of `step` = max |u| / steps after a Hadamard transform in float32, each of
 // whose passes, factor and constant are wrong by half an ulp of the norm. An instruction set that adds in
 // another order may round a number to the other side if it lies nearer than this, in steps, to the middle.
-inline double doubt_of_rounding(const double* u, int64_t n, int64_t block, double& step) {
+inline double doubt_of_rounding(const double* u, int64_t n, int64_t block, double& step, double steps = 127) {
   double largest = 0, norm = 0;
   for (int64_t i = 0; i < n; ++i) {
     largest = __builtin_fmax(largest, __builtin_fabs(u[i]));
     norm += u[i] * u[i];
   }
-  step = largest / 127;
+  step = largest / steps;
   if (step == 0) return 0;
-  return kHalfUlp * (2 * (double(__builtin_ctzll(uint64_t(block))) + 2) * __builtin_sqrt(norm) / step + 3 * 127);
+  return kHalfUlp * (2 * (double(__builtin_ctzll(uint64_t(block))) + 2) * __builtin_sqrt(norm) / step + 3 * steps);
 }
 inline bool undecided(double units, double doubt) {
   return __builtin_fabs(units - __builtin_floor(units) - 0.5) < doubt;

@@ -1,6 +1,7 @@
 """The entries `cpu.linear` and `cpu.decode` on every instruction set of this machine.
 
-The kernels round inputs and codebook entries to 8 bits and are exact from there on. So they are
+The kernels round inputs and codebook entries to 8 bits, those of `turboquant-6` and `-8` to 16, and
+are exact from there on. So they are
 compared with the float64 product of the rounded operands, up to the rounding of float32 sums, and
 with the reference, up to the error that rounding the operands may make: both bounds are derived.
 """
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.skipif(library.load() is None, reason=library.why_not()
 
 EPS = torch.finfo(torch.float32).eps
 SCHEMES = [
-    "vq-4", "vq-3", "vq-2", "turboquant-4", "quip-sharp-4", "quip-sharp-2", "aqlm-3", "aqlm-2",
+    "vq-4", "vq-3", "vq-2", "turboquant-4", "turboquant-6", "turboquant-8", "quip-sharp-4", "quip-sharp-2", "aqlm-3", "aqlm-2",
     "gptvq-2", "vq-4-scaled", "quip-sharp-2-scaled",
 ]  # fmt: skip
 OTHERS = [
@@ -44,7 +45,11 @@ OTHERS = [
     "vq8x8r1-tile100x512-g64-scaled_hadamard32",
     "vq1x4r3-tensor-g64-scaled_hadamard16",
     "vq8x8r1-tensor-g0-scaled_hadamard16",
+    "vq1x8r1-universal-g16-hadamard64",
+    "vq1x6r2-tensor-g0-scaled_hadamard16",
+    "vq1x8r1-tile100x128-g32-none",
 ]
+FINE = 255 * 127 + 127  # steps of half a range, where entries and inputs have 16 bits
 SHAPES = [(1, 48), (3, 80), (5, 288), (100, 896), (300, 1024), (3, 11008)]
 CASES = [(name, shape) for name in SCHEMES for shape in SHAPES]
 CASES += [(name, shape) for name in OTHERS for shape in ((3, 80), (101, 1024))]
@@ -114,13 +119,18 @@ def rotated(scheme, tensors, x):
     return u
 
 
+def steps_of(scheme):
+    """Integers that the largest entry and the largest input become."""
+    return FINE if scheme.vector_size == 1 and scheme.entry_bits in (6, 8) else 127
+
+
 def rounded_inputs(u, scheme):
-    """u rounded to 8 bits per scale group, at most 128 columns: float64, and the unit of each."""
-    numbers, units = [], []
+    """u rounded to 8 or 16 bits per scale group, at most 128 columns: float64, and the unit of each."""
+    numbers, units, steps = [], [], steps_of(scheme)
     for part in u.split(min(scheme.group(u.shape[-1]), 128), dim=-1):
         most = part.abs().amax(-1, keepdim=True)
-        inverse = torch.where(most > 1e-30, 127 / most, 0)
-        unit = (most / 127).double()
+        inverse = torch.where(most > 1e-30, steps / most, 0)
+        unit = (most / steps).double()
         numbers.append((part * inverse).round().double() * unit)
         units.append(unit.expand_as(part))
     return torch.cat(numbers, -1), torch.cat(units, -1)
@@ -130,23 +140,28 @@ def units_of_ties(u, scheme):
     """Units of inputs that lie halfway between two integers, within float32's precision, else 0.
 
     A factor that is rounded otherwise takes such an input to the other integer."""
-    units = []
+    units, count = [], steps_of(scheme)
     for part in u.split(min(scheme.group(u.shape[-1]), 128), dim=-1):
         most = part.abs().amax(-1, keepdim=True).double().clamp_min(1e-30)
-        steps = part.double() * 127 / most
+        steps = part.double() * count / most
         tie = ((steps - steps.floor()) - 0.5).abs() <= 2 * EPS * steps.abs()
-        units.append(tie * most / 127)
+        units.append(tie * most / count)
     return torch.cat(units, -1)
 
 
 def rounded_codebook(codebook, scheme):
-    """Entries rounded to 8 bits, with one unit per stage or tile; E8P to multiples of the shift."""
+    """Entries rounded to 8 or 16 bits, with one unit per stage or tile; E8P to multiples of the
+    shift."""
     book = codebook.float()
     if scheme.lattice:
         unit = book[:, 256:, :1]
         return (book / unit).round() * unit, torch.zeros(())
     dims = (-2, -1)
     unit = book.abs().amax(dims, keepdim=True) / 127
+    if steps_of(scheme) == FINE:
+        unit = unit * (127 / torch.tensor(float(FINE)))
+        found = book * (1 / unit)
+        return (found + found.sign() / 2).trunc().clamp(-FINE, FINE) * unit, unit.amax()
     return (book * (1 / unit)).round() * unit, unit.amax()
 
 
@@ -169,15 +184,18 @@ def test_linear_is_the_product_of_the_rounded_operands(isa, name, shape):
     sizes = numbers.abs() @ levels.abs().T
     additions = shape[1] / 32 + 40  # of one lane, then of lanes and passes
     ties = units_of_ties(u, scheme) @ levels.abs().T
-    assert ((y - exact).abs() <= EPS * additions * sizes + ties).all()
+    per_weight = scale.double().repeat_interleave(shape[1] // scale.shape[-1], -1)
+    left_out = torch.zeros(())  # products of two low bytes
+    if steps_of(scheme) == FINE:
+        left_out = 127**2 * scheme.streams * unit * (input_units @ per_weight.T)
+    assert ((y - exact).abs() <= EPS * additions * sizes + ties + left_out).all()
 
     weight = reference.decode_rotated(codes, tensors["codebook"], scale, scheme, shape[1]).double()
-    per_weight = scale.double().repeat_interleave(shape[1] // scale.shape[-1], -1)
     lost = unit * scheme.streams / 2 * per_weight  # of a weight, at most
     if scheme.lattice:
         lost = (weight - levels).abs()
     bound = (input_units / 2) @ (weight.abs() + lost).T + u.double().abs() @ lost.T
-    bound += EPS * additions * (sizes + u.double().abs() @ weight.abs().T)
+    bound += EPS * additions * (sizes + u.double().abs() @ weight.abs().T) + left_out
     truth = reference.linear(x, StoredWeight.of(tensors, scheme, x.shape[-1]), None).double()
     assert ((y - truth).abs() <= bound).all()
 
@@ -201,7 +219,9 @@ def test_dtypes_and_bias(isa, dtype, bias_dtype):
     assert torch.equal(multiply(scheme, tensors, x, bias), expected.to(dtype))
 
 
-@pytest.mark.parametrize("name", ["vq-4", "vq-2", "quip-sharp-2", "aqlm-3", "gptvq-2"])
+@pytest.mark.parametrize(
+    "name", ["vq-4", "vq-2", "turboquant-8", "quip-sharp-2", "aqlm-3", "gptvq-2"]
+)
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
 def test_a_token_that_is_not_finite_gives_nan(isa, name, value):
     scheme, tensors = stored(name, 9, 512)
@@ -327,7 +347,7 @@ def test_threads_do_not_change_a_result(isa):
         torch.set_num_threads(before)
 
 
-DECODED = [*SCHEMES, *OTHERS, "turboquant-1", "turboquant-3", "turboquant-8"]
+DECODED = [*SCHEMES, *OTHERS, "turboquant-1", "turboquant-3", "turboquant-7"]
 
 
 @pytest.mark.parametrize("name", DECODED)
@@ -358,9 +378,11 @@ def test_decode_keeps_leading_dimensions():
         ("vq-4", True),
         ("gptvq-2", True),
         ("vq8x16r1-tensor-g0-none", True),
-        ("turboquant-8", False),
+        ("turboquant-8", True),
+        ("turboquant-7", False),
         ("vq-4-scaled", True),
-        ("turboquant-8-scaled", False),
+        ("turboquant-8-scaled", True),
+        ("turboquant-5-scaled", False),
         ("vq16x4r1-tensor-g0-scaled_hadamard16", True),
     ],
 )
