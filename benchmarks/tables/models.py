@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from hf_vq.errors import VQError
 from hf_vq.evaluation.text_tables import markdown_table, significant
 
 from .provenance import source, standard_errors
@@ -18,22 +19,26 @@ _PEERS |= {f"hqq-{bits}-g64": f"HQQ int{bits} g64" for bits in (4, 3, 2)}
 
 
 def weights(records: _Records) -> str:
-    """KL divergence and perplexity of quantized weights."""
-    settings = records[0]["settings"]
+    """KL divergence and perplexity of quantized weights; then where they come from."""
+    settings = _shared(records, "text", "text_tokens", "text_context")
     read = f"{settings['text_tokens']:,} tokens in contexts of {settings['text_context']:,}"
-    return _table(records, "weights", "bits_per_weight", read)
+    sources = " ".join(dict.fromkeys(map(source, records)))
+    return f"{_table(records, 'weights', 'bits_per_weight', read)} {sources}"
 
 
 def caches(records: _Records) -> str:
-    """The same of KV caches."""
-    settings = records[0]["settings"]
+    """The same of KV caches, on another page."""
+    settings = _shared(
+        records, "text", "kv_passages", "kv_prompt", "kv_scored", "sinks", "window"
+    )
     lengths = f"{settings['kv_scored']} tokens behind prompts of {settings['kv_prompt']}"
     read = f"{settings['kv_passages']} passages of {lengths}, {settings['sinks']} sinks"
-    return _table(records, "kv", "bits_per_element", f"{read}, window {settings['window']}")
+    table = _table(records, "kv", "bits_per_element", f"{read}, window {settings['window']}")
+    return f"{table} Measured with the [weights](weights.md#quality)."
 
 
 def _table(records: _Records, what: str, bits: str, read: str) -> str:
-    """A line for each row that all models have, and what was read by which runs.
+    """A line for each row that a model has, what was scored, and how exact it is.
 
     Args:
         what: of the rows that are shown.
@@ -48,21 +53,33 @@ def _table(records: _Records, what: str, bits: str, read: str) -> str:
         }
         for record in records
     ]
-    names = [name for name in found[0] if all(name in rows for rows in found)]
+    names = list(dict.fromkeys(name for rows in found for name in rows))
     head = ["KV cache" if what == "kv" else "weights", "bits"]
     head += [record["settings"]["model"] for record in records]
     cells = [
         [
             _label(name, names),
-            span((rows[name][bits] for rows in found), "{:.2f}".format),
-            *(_cell(rows[name]) for rows in found),
+            span((rows[name][bits] for rows in found if name in rows), "{:.2f}".format),
+            *(_cell(rows[name]) if name in rows else "-" for rows in found),
         ]
         for name in names
     ]
-    sources = " ".join(dict.fromkeys(map(source, records)))
-    errors = standard_errors([rows[name] for rows in found for name in names])
+    errors = standard_errors([row for rows in found for row in rows.values()])
     text = records[0]["settings"]["text"]
-    return f"{markdown_table(head, cells)}\n\nOn {text}: {read}. {errors} {sources}"
+    return f"{markdown_table(head, cells)}\n\nOn {text}: {read}. {errors}"
+
+
+def _shared(records: _Records, *keys: str) -> dict[str, Any]:
+    """Settings of all records.
+
+    Raises:
+        VQError: they differ in one of `keys`, so that no sentence is true of all columns.
+    """
+    for key in keys:
+        if len({record["settings"][key] for record in records}) > 1:
+            raise VQError(f"the records of {SUITE} differ in {key}: measure all models alike.")
+    settings: dict[str, Any] = records[0]["settings"]
+    return settings
 
 
 def _cell(row: dict[str, Any]) -> str:

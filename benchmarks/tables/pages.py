@@ -48,7 +48,7 @@ _BLOCK = re.compile(
     re.DOTALL,
 )
 HEAD_DIM = 128  # at which the bits of KV schemes are stated
-_IN_PICTURE = ("turboquant-", "quip-sharp-")
+_IN_PICTURE = ("vq-", "turboquant-", "quip-sharp-")
 _IN_RECORD = ("turboquant-3", "turboquant-2", "vq-4 + KV u4")
 
 
@@ -160,7 +160,7 @@ def kv_table() -> str:
     """Quality of KV cache schemes without learned codebooks; one line per scheme."""
     record, by_name = _kv_cases()
     head = ["KV cache", "bits", "KLD, window 64", "99th percentile", "KLD, short prompt"]
-    head += ["KLD, no window", "KLD, shifted keys"]
+    head.append("KLD, no window")
     rows = []
     for cases in by_name.values():
         if "shifted" not in cases:
@@ -174,7 +174,6 @@ def kv_table() -> str:
                 _cell(cases, "window", "kld_p99"),
                 _cell(cases, "short prompt", "kld"),
                 _cell(cases, "no window", "kld"),
-                _cell(cases, "shifted", "kld"),
             ]
         )
     return markdown_table(head, rows) + "\n\n" + source(record)
@@ -283,7 +282,8 @@ def compare_table(what: str) -> str:
     rows = [row for row in record["results"]["rows"] if row["what"] == what]
     measured = [row for row in rows if "failed" not in row]
     # Schemes that quality-weights has in a table of this page; the picture shows them.
-    shown = [row for row in measured if not row["label"].startswith(_IN_PICTURE)]
+    left_out = _IN_PICTURE if what == "weights" else ()
+    shown = [row for row in measured if not row["label"].startswith(left_out)]
     head = ["weights", "bits", "KL divergence", "perplexity, %"]
     cells = [
         [row["label"], f"{row['bits']:.3f}", significant(row["kld"]), f"{row['change']:+.2f}"]
