@@ -28,9 +28,7 @@ def weights(records: _Records) -> str:
 
 def caches(records: _Records) -> str:
     """The same of KV caches, on another page."""
-    settings = _shared(
-        records, "text", "kv_passages", "kv_prompt", "kv_scored", "sinks", "window"
-    )
+    settings = _shared(records, "text", "kv_passages", "kv_prompt", "kv_scored", "sinks", "window")
     lengths = f"{settings['kv_scored']} tokens behind prompts of {settings['kv_prompt']}"
     read = f"{settings['kv_passages']} passages of {lengths}, {settings['sinks']} sinks"
     table = _table(records, "kv", "bits_per_element", f"{read}, window {settings['window']}")

@@ -1,4 +1,4 @@
-"""Tables of `quality-models`: a column for each record, a line for each row that one of them has."""
+"""Tables of `quality-models`: a column for each record, a line for each row of any of them."""
 
 import pytest
 
@@ -41,7 +41,7 @@ def test_weights_have_a_column_for_each_model(both):
     assert lines[2] == "| `vq-4`, `activations=None` | 4.13-4.22 | 0.250, +25 % | 0.0500, +5.0 % |"
     assert lines[3] == "| `vq-4` | 4.13-4.22 | 0.0900, +9.0 % | 0.0400, +4.0 % |"
     assert lines[4] == "| NF4 g64 | 4.50 | 0.300, +30 % | - |"
-    assert lines[-1].startswith("On a.txt: 4,096 tokens in contexts of 512. Standard errors are 2.0")
+    assert lines[-1].startswith("On a.txt: 4,096 tokens in contexts of 512. Standard errors are")
     assert lines[-1].count("Measured by") == 1, "one command made both"
 
 
