@@ -26,3 +26,8 @@ def read_record(name: str, folder: Path = RESULTS) -> dict[str, Any] | None:
     None if there is none."""
     path = next(folder.glob(f"*/{name}.jsonl"), None)
     return None if path is None else read(path)
+
+
+def read_records(suite: str, folder: Path = RESULTS) -> list[dict[str, Any]]:
+    """The committed records of a suite that writes one for each subject, by name of the file."""
+    return [read(path) for path in sorted(folder.glob(f"*/{suite}-*.jsonl"))]

@@ -24,7 +24,7 @@ from hf_vq.formats.scheme import VQScheme
 
 from ..cpu import load as cpu_load
 from ..cuda import w4a8_block as cuda_w4a8_block
-from ..records import read_record
+from ..records import read_record, read_records
 from ..serving import serve, vllm_engine
 from . import (
     api,
@@ -36,10 +36,11 @@ from . import (
     cuda_w4a8,
     front,
     kv,
+    models,
     passes,
     reliability,
 )
-from .provenance import source
+from .provenance import source, standard_errors
 
 _BLOCK = re.compile(
     r"(?P<open><!-- (?P<name>api|env|(?:results|schemes):[\w-]+) -->\n)(?P<body>.*?)"
@@ -47,7 +48,7 @@ _BLOCK = re.compile(
     re.DOTALL,
 )
 HEAD_DIM = 128  # at which the bits of KV schemes are stated
-_IN_PICTURE = ("turboquant-", "quip-sharp-")
+_IN_PICTURE = ("vq-", "turboquant-", "quip-sharp-")
 _IN_RECORD = ("turboquant-3", "turboquant-2", "vq-4 + KV u4")
 
 
@@ -129,13 +130,7 @@ def weights_table(suite: str = "quality-weights", seconds: bool = False) -> str:
         for row in found
     ]
     original = f"The original's perplexity is {record['results']['perplexity']:.2f}."
-    return f"{markdown_table(head, rows)}\n\n{original} {_errors(found)} {source(record)}"
-
-
-def _errors(rows: Sequence[dict[str, Any]]) -> str:
-    """The standard errors of KL divergences, in parts of them."""
-    parts = [100 * row["kld_se"] / row["kld"] for row in rows if row["kld"] > 0]
-    return f"Standard errors are {min(parts):.1f} to {max(parts):.1f} % of the KL divergence."
+    return f"{markdown_table(head, rows)}\n\n{original} {standard_errors(found)} {source(record)}"
 
 
 def qoq_table() -> str:
@@ -157,7 +152,7 @@ def qoq_table() -> str:
         ]
         for row in record["results"]["rows"]
     ]
-    errors = _errors(record["results"]["rows"])
+    errors = standard_errors(record["results"]["rows"])
     return f"{markdown_table(head, rows)}\n\n{errors} {source(record)}"
 
 
@@ -165,7 +160,7 @@ def kv_table() -> str:
     """Quality of KV cache schemes without learned codebooks; one line per scheme."""
     record, by_name = _kv_cases()
     head = ["KV cache", "bits", "KLD, window 64", "99th percentile", "KLD, short prompt"]
-    head += ["KLD, no window", "KLD, shifted keys"]
+    head.append("KLD, no window")
     rows = []
     for cases in by_name.values():
         if "shifted" not in cases:
@@ -179,7 +174,6 @@ def kv_table() -> str:
                 _cell(cases, "window", "kld_p99"),
                 _cell(cases, "short prompt", "kld"),
                 _cell(cases, "no window", "kld"),
-                _cell(cases, "shifted", "kld"),
             ]
         )
     return markdown_table(head, rows) + "\n\n" + source(record)
@@ -207,6 +201,14 @@ def _kv_cases() -> tuple[dict[str, Any], dict[str, dict[str, dict[str, Any]]]]:
     for row in record["results"]["rows"]:
         by_name.setdefault(row["name"], {})[row["case"]] = row
     return record, by_name
+
+
+def models_table(table: Callable[[list[dict[str, Any]]], str]) -> str:
+    """Quality on real models, from the records of all of them."""
+    records = read_records(models.SUITE)
+    if not records:
+        return f"Not measured: `python -m benchmarks {models.SUITE} MODEL_DIR --text TEXT`."
+    return table(records)
 
 
 def passes_table() -> str:
@@ -280,7 +282,8 @@ def compare_table(what: str) -> str:
     rows = [row for row in record["results"]["rows"] if row["what"] == what]
     measured = [row for row in rows if "failed" not in row]
     # Schemes that quality-weights has in a table of this page; the picture shows them.
-    shown = [row for row in measured if not row["label"].startswith(_IN_PICTURE)]
+    left_out = _IN_PICTURE if what == "weights" else ()
+    shown = [row for row in measured if not row["label"].startswith(left_out)]
     head = ["weights", "bits", "KL divergence", "perplexity, %"]
     cells = [
         [row["label"], f"{row['bits']:.3f}", significant(row["kld"]), f"{row['change']:+.2f}"]
@@ -293,7 +296,7 @@ def compare_table(what: str) -> str:
             least = min(at["recall"] for at in row["recall"])
             line[3:] = [significant(row["kld_p99"]), f"{row['correlation']:.4f}", f"{least:.1%}"]
     missing = ", ".join(row["label"] for row in rows if "failed" in row)
-    notes = f"{_errors(shown)} " + (f"Not measured: {missing}. " if missing else "")
+    notes = f"{standard_errors(shown)} " + (f"Not measured: {missing}. " if missing else "")
     picture = report.PICTURE if what == "weights" else ""
     return f"{picture}{markdown_table(head, cells)}\n\n{notes}{source(record)}"
 
@@ -339,6 +342,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "results:quality-finetune": partial(weights_table, "quality-finetune", seconds=True),
     "results:quality-kv": kv_table,
     "results:quality-kv-learned": learned_kv_table,
+    "results:quality-models-weights": partial(models_table, models.weights),
+    "results:quality-models-kv": partial(models_table, models.caches),
     "results:demo": demo_table,
     "results:compare-weights": lambda: compare_table("weights"),
     "results:compare-kv": lambda: compare_table("cache"),

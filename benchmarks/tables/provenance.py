@@ -1,7 +1,8 @@
-"""The line under a table: what was run, on which machine, and when."""
+"""The lines under a table: what was run, on which machine, and when; how exact it is."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 _DIGITS = 7  # of a revision
@@ -21,6 +22,12 @@ def source(record: dict[str, Any]) -> str:
         parts.append(f"{settings['model']}, {tokens}, context {settings['context']}")
     parts += [machine.get("gpu") or f"{machine['cpu']}, {machine['cores']} cores", _when(record)]
     return "Measured by " + "; ".join(parts) + "."
+
+
+def standard_errors(rows: Sequence[dict[str, Any]]) -> str:
+    """The standard errors of KL divergences, in parts of them."""
+    parts = [100 * row["kld_se"] / row["kld"] for row in rows if row["kld"] > 0]
+    return f"Standard errors are {min(parts):.1f} to {max(parts):.1f} % of the KL divergence."
 
 
 def _when(record: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""`VQConfig(activations=...)`: quantize with what a thousand tokens say about the inputs.
+"""`VQConfig(activations=...)`: quantize with what two thousand tokens say about the inputs.
 
     for every block:   its inputs -> H = mean of x x^T in each block of a rotation -> codes
                        its outputs with these codes -> the inputs of the next block
@@ -56,7 +56,7 @@ from .text import (
 
 logger = logging.get_logger("hf_vq")
 
-TOKENS = 1024
+TOKENS = 2048
 _CONTEXT = 64  # of own words and random tokens: first tokens are special
 _CONTEXT_OF_TEXT = 256
 _ROOM = 1.15  # for activations and codes, in units of the dense model

@@ -79,7 +79,7 @@ class VQConfig(QuantizationConfigMixin):
             `device` that computes the blocks, of which it holds one; `resume`, a folder for
             intermediate results, to continue after an interruption.
         activations: tokens whose inputs of layers say which weights matter (docs/weights.md):
-            `"model"` for 1,024 tokens that the model writes, `"random"`, a text or data set as in
+            `"model"` for 2,048 tokens that the model writes, `"random"`, a text or data set as in
             `calibration`, or token ids [tokens] or [sequences, tokens]. The dense model is held in
             memory and runs once; without effect on schemes that learn codebooks or do not rotate,
             and on layers outside of the model's blocks. `"auto"` is `"model"` where the model can

@@ -93,14 +93,14 @@ def test_what_is_recorded(dense, tmp_path):
     model = LOAD(dense("llama"), quantization_config=config)
     assert config.provenance is None and config.activations == "model", "the user's is left alone"
     found = model.config.quantization_config
-    about = {"text": "model", "tokens": 1024, "seed": 4, "layers": 14, "fallbacks": {}}
+    about = {"text": "model", "tokens": 2048, "seed": 4, "layers": 14, "fallbacks": {}}
     assert found.provenance["activations"] == about and found.format_version == 1
     assert "activations" not in found.to_dict(), "older versions read the file"
     model.save_pretrained(tmp_path)
     stored = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     del stored["provenance"]["digests"]  # of the files
     assert VQConfig.from_dict(stored).to_dict() == found.to_dict()
-    assert "1,024 tokens that the model wrote" in (tmp_path / "README.md").read_text()
+    assert "2,048 tokens that the model wrote" in (tmp_path / "README.md").read_text()
     streamed = load(dense("llama"), activations=None).config.quantization_config
     assert "activations" not in {**streamed.to_dict(), **streamed.provenance}
 
@@ -122,7 +122,7 @@ def test_layers_with_one_input_share_a_diagonal(massive):
 def test_a_text_is_read(dense, tmp_path, monkeypatch):
     text = tmp_path / "text.txt"
     text.write_text("one two three " * 400)
-    ids = list(range(3, 90)) * 20
+    ids = list(range(3, 90)) * 30
 
     class Tokenizer:
         bos_token_id = None
@@ -133,7 +133,7 @@ def test_a_text_is_read(dense, tmp_path, monkeypatch):
     monkeypatch.setattr(activations, "tokenizer_of", lambda *_: Tokenizer())
     found = load(dense("llama"), activations=text).config.quantization_config
     about = found.provenance["activations"]
-    assert about["text"] == "text.txt" and about["tokens"] == 1024
+    assert about["text"] == "text.txt" and about["tokens"] == 2048
     assert str(tmp_path) not in json.dumps(found.to_dict())
     with pytest.raises(VQError, match="no file"):
         load(dense("llama"), activations=str(tmp_path / "nothing.txt"))

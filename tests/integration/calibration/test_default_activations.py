@@ -335,7 +335,7 @@ def test_a_pass_that_fails_halfway_says_how_far_it_came(dense, tmp_path, said, m
     assert len(said) == 1 and "7 of 14 tensors are quantized without activations" in said[0]
     model.save_pretrained(tmp_path)
     card = (tmp_path / "README.md").read_text()
-    assert "1,024 tokens that the model wrote, in 7 of 14 tensors" in card
+    assert "2,048 tokens that the model wrote, in 7 of 14 tensors" in card
 
 
 @pytest.mark.parametrize("place", ["context_of", "find_blocks"])

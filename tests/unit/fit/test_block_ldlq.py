@@ -156,3 +156,25 @@ def test_few_inputs_in_halves_lose_almost_nothing_on_other_inputs():
         fitted = fit_weight(weight, scheme, feedback=feedback)
         errors[name] = error(other, weight, fitted, scheme)
     assert errors["halves"] < 1.03 * errors["none"] < errors["one"]
+
+
+def test_a_massive_token_is_kept_and_costs_the_others_little():
+    """As the first tokens of a text have: energy 1e5 times that of others, in a few directions."""
+    scheme = weight_scheme("vq-3")
+    x, _ = moments_of(256, 128)
+    usual = x / x.square().mean().sqrt()
+    one = torch.zeros(256)
+    one[[7, 40, 200]] = torch.tensor([4.0, -3.0, 2.0])
+    massive = 1000 * one + 30 * torch.randn(16, 256)  # each a little different
+    x = usual.clone()
+    x[::128] = massive
+    weight = torch.randn(96, 256)
+    plain = fit_weight(weight, scheme)
+    fixed = rotation_of(fixed_tensors(scheme, 256, 0))
+    even = torch.cat([x[::2], x[1::2]])  # only one half has seen such tokens
+    for halves in (halves_of(x), halves_of(even)):
+        fitted = fit_weight(weight, scheme, feedback=BlockFeedback(halves, scheme, fixed))
+        unseen = 1000 * one + 30 * torch.randn(16, 256)
+        assert error(unseen, weight, fitted, scheme) < 0.5 * error(unseen, weight, plain, scheme)
+        others = error(usual, weight, fitted, scheme)
+        assert others < 1.15 * error(usual, weight, plain, scheme)

@@ -1,0 +1,90 @@
+"""Tables of the suite `quality-models`: a column for each model that has a record."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hf_vq.errors import VQError
+from hf_vq.evaluation.text_tables import markdown_table, significant
+
+from .provenance import source, standard_errors
+from .ranges import span
+
+SUITE = "quality-models"
+_Records = Sequence[dict[str, Any]]
+_DEFAULT = "-activations"  # ends the name of a row that is made as `VQConfig()` makes it
+_PEERS = {"nf4-g64": "NF4 g64", "kivi-4-g32": "KIVI-4 g32", "kivi-2-g32": "KIVI-2 g32"}
+_PEERS |= {f"hqq-{bits}-g64": f"HQQ int{bits} g64" for bits in (4, 3, 2)}
+
+
+def weights(records: _Records) -> str:
+    """KL divergence and perplexity of quantized weights; then where they come from."""
+    settings = _shared(records, "text", "text_tokens", "text_context")
+    read = f"{settings['text_tokens']:,} tokens in contexts of {settings['text_context']:,}"
+    sources = " ".join(dict.fromkeys(map(source, records)))
+    return f"{_table(records, 'weights', 'bits_per_weight', read)} {sources}"
+
+
+def caches(records: _Records) -> str:
+    """The same of KV caches, on another page."""
+    settings = _shared(records, "text", "kv_passages", "kv_prompt", "kv_scored", "sinks", "window")
+    lengths = f"{settings['kv_scored']} tokens behind prompts of {settings['kv_prompt']}"
+    read = f"{settings['kv_passages']} passages of {lengths}, {settings['sinks']} sinks"
+    table = _table(records, "kv", "bits_per_element", f"{read}, window {settings['window']}")
+    return f"{table} Measured with the [weights](weights.md#quality)."
+
+
+def _table(records: _Records, what: str, bits: str, read: str) -> str:
+    """A line for each row that a model has, what was scored, and how exact it is.
+
+    Args:
+        what: of the rows that are shown.
+        bits: key of their stored bits.
+        read: what was scored.
+    """
+    found = [
+        {
+            row["name"]: row
+            for row in record["results"]["rows"]
+            if row["what"] == what and row.get("on", "text") == "text" and "failed" not in row
+        }
+        for record in records
+    ]
+    names = list(dict.fromkeys(name for rows in found for name in rows))
+    head = ["KV cache" if what == "kv" else "weights", "bits"]
+    head += [record["settings"]["model"] for record in records]
+    cells = [
+        [
+            _label(name, names),
+            span((rows[name][bits] for rows in found if name in rows), "{:.2f}".format),
+            *(_cell(rows[name]) if name in rows else "-" for rows in found),
+        ]
+        for name in names
+    ]
+    errors = standard_errors([row for rows in found for row in rows.values()])
+    text = records[0]["settings"]["text"]
+    return f"{markdown_table(head, cells)}\n\nOn {text}: {read}. {errors}"
+
+
+def _shared(records: _Records, *keys: str) -> dict[str, Any]:
+    """Settings of all records.
+
+    Raises:
+        VQError: they differ in one of `keys`, so that no sentence is true of all columns.
+    """
+    for key in keys:
+        if len({record["settings"][key] for record in records}) > 1:
+            raise VQError(f"the records of {SUITE} differ in {key}: measure all models alike.")
+    settings: dict[str, Any] = records[0]["settings"]
+    return settings
+
+
+def _cell(row: dict[str, Any]) -> str:
+    return f"{significant(row['kld'])}, {row['change']:+.{0 if row['change'] > 10 else 1}f} %"
+
+
+def _label(name: str, names: Sequence[str]) -> str:
+    if f"{name}{_DEFAULT}" in names:
+        return f"`{name}`, `activations=None`"
+    return _PEERS.get(name, f"`{name.removesuffix(_DEFAULT)}`")

@@ -1,0 +1,69 @@
+"""Tables of `quality-models`: a column for each record, a line for each row of any of them."""
+
+import pytest
+
+from benchmarks.records import read_records
+from benchmarks.tables import models, pages
+from hf_vq.errors import VQError
+from hf_vq.evaluation.record import make_record, write_record
+
+
+def row(what, name, kld, bits, **more):
+    key = "bits_per_weight" if what == "weights" else "bits_per_element"
+    return {"what": what, "name": name, "kld": kld, "kld_se": kld / 50, key: bits,
+            "change": 100 * kld, **more}  # fmt: skip
+
+
+def record(model, rows):
+    settings = {
+        "model": model, "text": "a.txt", "text_tokens": 4096, "text_context": 512,
+        "kv_passages": 8, "kv_prompt": 256, "kv_scored": 128, "sinks": 4, "window": 64,
+    }  # fmt: skip
+    command = "python -m benchmarks quality-models MODEL_DIR --text TEXT"
+    return make_record("quality-models", command, settings, {"rows": rows}, "abcdef0123")
+
+
+@pytest.fixture
+def both():
+    one = [row("kv", "u4", 0.0031, 4.25), row("weights", "vq-4", 0.25, 4.22, on="text"),
+           row("weights", "vq-4-activations", 0.09, 4.22, on="text"),
+           row("weights", "vq-4-activations", 0.9, 4.22, on="chat"),
+           row("weights", "nf4-g64", 0.3, 4.5, on="text")]  # fmt: skip
+    other = [row("kv", "u4", 0.0007, 4.125), row("weights", "vq-4", 0.05, 4.128, on="text"),
+             row("weights", "vq-4-activations", 0.04, 4.128, on="text"),
+             {"what": "weights", "name": "nf4-g64", "failed": "no package"}]  # fmt: skip
+    return [record("one", one), record("other", other)]
+
+
+def test_weights_have_a_column_for_each_model(both):
+    lines = models.weights(both).splitlines()
+    assert lines[0] == "| weights | bits | one | other |"
+    assert lines[2] == "| `vq-4`, `activations=None` | 4.13-4.22 | 0.250, +25 % | 0.0500, +5.0 % |"
+    assert lines[3] == "| `vq-4` | 4.13-4.22 | 0.0900, +9.0 % | 0.0400, +4.0 % |"
+    assert lines[4] == "| NF4 g64 | 4.50 | 0.300, +30 % | - |"
+    assert lines[-1].startswith("On a.txt: 4,096 tokens in contexts of 512. Standard errors are")
+    assert lines[-1].count("Measured by") == 1, "one command made both"
+
+
+def test_caches_say_what_was_scored(both):
+    shown = models.caches(both)
+    assert "| `u4` | 4.12-4.25 | 0.00310, +0.3 % | 0.000700, +0.1 % |" in shown
+    assert "8 passages of 128 tokens behind prompts of 256, 4 sinks, window 64" in shown
+
+
+def test_columns_of_unlike_texts_are_refused(both):
+    both[1]["settings"]["text_tokens"] = 8192
+    assert models.caches(both)
+    with pytest.raises(VQError, match="differ in text_tokens"):
+        models.weights(both)
+
+
+def test_records_are_read_by_suite(both, tmp_path, monkeypatch):
+    (tmp_path / "quality").mkdir()
+    for one in both:
+        name = one["settings"]["model"]
+        write_record(one, tmp_path / "quality" / f"quality-models-{name}.jsonl")
+    found = read_records(models.SUITE, tmp_path)
+    assert [each["settings"]["model"] for each in found] == ["one", "other"]
+    monkeypatch.setattr(pages, "read_records", lambda suite: [])
+    assert "Not measured" in pages.TABLES["results:quality-models-kv"]()
