@@ -14,7 +14,12 @@ def add_quantize(verbs: Any) -> argparse.ArgumentParser:
     verb = add_verb(verbs, "quantize", _quantize, "Quantize a model and save it.")
     verb.add_argument("model", metavar="MODEL", help="directory or Hub id of the original")
     verb.add_argument("out", metavar="OUT", help="directory to write; must not hold anything yet")
-    verb.add_argument("--scheme", default="vq-4", help="name or spec string (default: %(default)s)")
+    kind = verb.add_mutually_exclusive_group()
+    kind.add_argument("--scheme", help="name or spec string (default: vq-4)")
+    kind.add_argument("--bits", type=int, metavar="B", help="1 to 8, in the place of a scheme")
+    verb.add_argument(
+        "--embeddings", choices=("int8", "int4"), help="also store the embedding, as integers"
+    )
     verb.add_argument(
         "--activations", metavar="A", default="auto",
         help="tokens that show which weights matter: model (the model's own words), random, a "
@@ -47,7 +52,8 @@ def add_convert(verbs: Any) -> argparse.ArgumentParser:
 
 def _quantize(args: argparse.Namespace) -> None:
     activations = None if args.activations == "none" else args.activations
-    model, tokenizer = quantized(args, seed=args.seed, activations=activations)
+    options = {"seed": args.seed, "bits": args.bits, "embeddings": args.embeddings}
+    model, tokenizer = quantized(args, activations=activations, **options)
     if args.push_to:
         model.push_to_hub(args.push_to)
         if tokenizer is not None:

@@ -241,7 +241,20 @@ def scheme_name(scheme: LinearScheme | Allocation) -> str | None:
     return next((name for name, candidate in known.items() if candidate == scheme), None)
 
 
+_ELSEWHERE = {
+    **dict.fromkeys(("4bit", "int4", "nf4", "fp4", "bnb4bit", "w4a16"), "vq-4"),
+    **dict.fromkeys(("8bit", "int8", "fp8", "bnb8bit", "w8a16", "vq8"), "turboquant-8"),
+}
+"""What other libraries call their formats, and the scheme with as many bits."""
+
+
 def _unknown(kind: str, scheme: object, names: list[str]) -> VQSchemeError:
     near = get_close_matches(scheme, names, 1) if isinstance(scheme, str) else []
     hint = f" Did you mean {near[0]!r}?" if near else ""
+    if (
+        kind == "weight"
+        and isinstance(scheme, str)
+        and (same := _ELSEWHERE.get(scheme.lower().replace("-", "")))
+    ):
+        hint = f" Did you mean {same!r}?"
     return VQSchemeError(f"unknown {kind} scheme {shown(scheme)}.{hint} Known: {', '.join(names)}.")

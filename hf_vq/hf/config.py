@@ -139,9 +139,9 @@ class VQConfig(QuantizationConfigMixin):
         patches.apply(patches.CONFIG)
         _check_version(format_version)
         if foreign := [name for name in unknown if name.startswith(("load_in_", "bnb_"))]:
+            many = 8 if "load_in_8bit" in unknown else 4
             raise VQConfigError(
-                f"{foreign[0]} is an argument of BitsAndBytesConfig. Write VQConfig(bits=4), or "
-                'VQConfig("vq-4").'
+                f"{foreign[0]} is an argument of BitsAndBytesConfig. Write VQConfig(bits={many})."
             )
         if unknown:
             raise VQConfigError(

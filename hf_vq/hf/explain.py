@@ -28,7 +28,14 @@ from . import step
 
 logger = logging.get_logger("hf_vq")
 
-_FAST = ("vq-2", "vq-3", "vq-4", "turboquant-4", "turboquant-8", "turboquant-4+4")  # have kernels on most devices
+_FAST = (
+    "vq-2",
+    "vq-3",
+    "vq-4",
+    "turboquant-4",
+    "turboquant-8",
+    "turboquant-4+4",
+)  # have kernels on most devices
 
 SIZES = {
     "kv_append": ("num_new", "head_dim"),
@@ -70,7 +77,7 @@ class Row:
     def __str__(self) -> str:
         """One sentence: what runs the layers, and why nothing does that is faster and for a device
         of this machine. A CPU kernel that is fast needs no reasons."""
-        said = []
+        said: list[str] = []
         for verdict in self.verdicts:
             name = verdict.entry.name
             if verdict.chosen:

@@ -246,3 +246,24 @@ def test_a_model_without_from_pretrained_names_the_cure():
     wrapped = hf_vq_autoload._for_codes(lambda *given: None)
     with pytest.raises(VQConfigError, match=r"hf_vq\.load_quantized"):
         wrapped(module, "here")
+
+
+WITHOUT_A_HUB = """
+import socket, sys
+def refused(*args, **kwargs):
+    raise SystemExit(f"asked {args[0]}")  # no retry catches it
+socket.getaddrinfo = socket.create_connection = refused
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from hf_vq import VQCache, VQConfig, explain
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], quantization_config=VQConfig("vq-4"))
+model.save_pretrained("saved")
+AutoTokenizer.from_pretrained(sys.argv[1]).save_pretrained("saved")
+again = AutoModelForCausalLM.from_pretrained("saved")
+explain(again, cache=VQCache.from_pretrained(again))
+print("loaded", type(again).__name__)
+"""
+
+
+def test_local_folders_ask_nothing_of_the_hub(run_python, tinybooks):
+    code = f"import sys; sys.argv = ['', {str(tinybooks)!r}]\n{WITHOUT_A_HUB}"
+    assert "loaded LlamaForCausalLM" in run_python(code, HF_HUB_OFFLINE="0")

@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from hf_vq import VQCache, calibrate_kv
+from hf_vq.backends.cpu import library
 from hf_vq.cache import KVCodebooks
 from hf_vq.cli import build_parser, main
 from hf_vq.evaluation import demo
@@ -62,6 +63,18 @@ def test_quantize_saves_what_loads(quantized, original, capsys):
     assert (quantized / "tokenizer.json").is_file()
     leftovers = {path.name for path in original.parent.iterdir()}
     assert leftovers == {"original", "quantized"}
+
+
+def test_quantize_takes_bits_and_an_embedding_of_integers(original, tmp_path, capsys):
+    command = ["quantize", str(original), str(tmp_path / "out"), "--activations", "none"]
+    assert main([*command, "--bits", "8", "--embeddings", "int8"]) == 0
+    stored = AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.quantization_config
+    assert (stored.scheme_name, stored.embeddings) == ("turboquant-8", "int8")
+    command[2] = str(tmp_path / "other")
+    with pytest.raises(SystemExit):
+        main([*command, "--bits", "8", "--scheme", "vq-3"])
+    assert "not allowed with" in capsys.readouterr().err
+    assert "bits must be an integer in" in wrong(*command, "--bits", "9", capsys=capsys)
 
 
 def test_export_saves_the_decoded_weights(quantized, original, tmp_path, capsys):
@@ -337,7 +350,8 @@ def test_bits_are_shared_out(original, eval_text, tmp_path, capsys):
 def test_explain_names_the_kernel(quantized, capsys):
     assert main(["explain", str(quantized)]) == 0
     out = capsys.readouterr().out
-    assert "reference" in out and "attention" not in out
+    kernel = "reference" if library.load() is None else "cpu.linear"
+    assert f"{kernel} runs model.layers.0" in out and "attention" not in out
     assert main(["explain", str(quantized), "--kv", "u4"]) == 0
     out = capsys.readouterr().out
     assert "attention" in out and "append" in out and "cache.layers.0 and" in out

@@ -30,7 +30,8 @@ pytestmark = pytest.mark.skipif(library.load() is None, reason=library.why_not()
 
 EPS = torch.finfo(torch.float32).eps
 SCHEMES = [
-    "vq-4", "vq-3", "vq-2", "turboquant-4", "turboquant-6", "turboquant-8", "quip-sharp-4", "quip-sharp-2", "aqlm-3", "aqlm-2",
+    "vq-4", "vq-3", "vq-2", "turboquant-4", "turboquant-6", "turboquant-8",
+    "quip-sharp-4", "quip-sharp-2", "aqlm-3", "aqlm-2",
     "gptvq-2", "vq-4-scaled", "quip-sharp-2-scaled",
 ]  # fmt: skip
 OTHERS = [
@@ -125,7 +126,7 @@ def steps_of(scheme):
 
 
 def rounded_inputs(u, scheme):
-    """u rounded to 8 or 16 bits per scale group, at most 128 columns: float64, and the unit of each."""
+    """u rounded per scale group, at most 128 columns: float64, and the unit of each."""
     numbers, units, steps = [], [], steps_of(scheme)
     for part in u.split(min(scheme.group(u.shape[-1]), 128), dim=-1):
         most = part.abs().amax(-1, keepdim=True)
