@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,12 +23,12 @@ def weights(records: _Records) -> str:
     """KL divergence and perplexity of quantized weights; then where they come from."""
     settings = _shared(records, "text", "text_tokens", "text_context")
     read = f"{settings['text_tokens']:,} tokens in contexts of {settings['text_context']:,}"
-    sources = " ".join(dict.fromkeys(map(source, records)))
+    sources = " ".join(dict.fromkeys(source(_of_all_rows(record)) for record in records))
     return f"{_table(records, 'weights', 'bits_per_weight', read)} {sources}"
 
 
 def caches(records: _Records) -> str:
-    """The same of KV caches, on another page."""
+    """KL divergence of KV caches, on another page."""
     settings = _shared(records, "text", "kv_passages", "kv_prompt", "kv_scored", "sinks", "window")
     lengths = f"{settings['kv_scored']} tokens behind prompts of {settings['kv_prompt']}"
     read = f"{settings['kv_passages']} passages of {lengths}, {settings['sinks']} sinks"
@@ -80,8 +81,16 @@ def _shared(records: _Records, *keys: str) -> dict[str, Any]:
     return settings
 
 
+def _of_all_rows(record: dict[str, Any]) -> dict[str, Any]:
+    """The same without the names of rows in its command: the table shows them."""
+    return {**record, "command": re.sub(r" --rows( [a-z][^ ]*)+", "", record["command"])}
+
+
 def _cell(row: dict[str, Any]) -> str:
-    return f"{significant(row['kld'])}, {row['change']:+.{0 if row['change'] > 10 else 1}f} %"
+    shown = significant(row["kld"])
+    if row["what"] == "kv":
+        return shown  # perplexity hardly changes
+    return f"{shown}, {row['change']:+.{0 if row['change'] > 10 else 1}f} %"
 
 
 def _label(name: str, names: Sequence[str]) -> str:

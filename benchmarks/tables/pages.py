@@ -159,8 +159,7 @@ def qoq_table() -> str:
 def kv_table() -> str:
     """Quality of KV cache schemes without learned codebooks; one line per scheme."""
     record, by_name = _kv_cases()
-    head = ["KV cache", "bits", "KLD, window 64", "99th percentile", "KLD, short prompt"]
-    head.append("KLD, no window")
+    head = ["KV cache", "bits", "KLD, window 64", "99th percentile", "KLD, no window"]
     rows = []
     for cases in by_name.values():
         if "shifted" not in cases:
@@ -172,7 +171,6 @@ def kv_table() -> str:
                 f"{row['bits_per_element']:.3f}",
                 _cell(cases, "window", "kld"),
                 _cell(cases, "window", "kld_p99"),
-                _cell(cases, "short prompt", "kld"),
                 _cell(cases, "no window", "kld"),
             ]
         )

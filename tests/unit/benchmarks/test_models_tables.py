@@ -19,7 +19,8 @@ def record(model, rows):
         "model": model, "text": "a.txt", "text_tokens": 4096, "text_context": 512,
         "kv_passages": 8, "kv_prompt": 256, "kv_scored": 128, "sinks": 4, "window": 64,
     }  # fmt: skip
-    command = "python -m benchmarks quality-models MODEL_DIR --text TEXT"
+    rows_of = f"--rows weights:* kv:u{len(rows)} --tokens 4096"  # each has other ones
+    command = f"python -m benchmarks quality-models MODEL_DIR --text TEXT {rows_of}"
     return make_record("quality-models", command, settings, {"rows": rows}, "abcdef0123")
 
 
@@ -43,11 +44,12 @@ def test_weights_have_a_column_for_each_model(both):
     assert lines[4] == "| NF4 g64 | 4.50 | 0.300, +30 % | - |"
     assert lines[-1].startswith("On a.txt: 4,096 tokens in contexts of 512. Standard errors are")
     assert lines[-1].count("Measured by") == 1, "one command made both"
+    assert "quality-models MODEL_DIR --text TEXT --tokens 4096`" in lines[-1]
 
 
 def test_caches_say_what_was_scored(both):
     shown = models.caches(both)
-    assert "| `u4` | 4.12-4.25 | 0.00310, +0.3 % | 0.000700, +0.1 % |" in shown
+    assert "| `u4` | 4.12-4.25 | 0.00310 | 0.000700 |" in shown
     assert "8 passages of 128 tokens behind prompts of 256, 4 sinks, window 64" in shown
 
 
