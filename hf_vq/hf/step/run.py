@@ -72,8 +72,8 @@ class Forward:
 
 
 class State:
-    """The `__getstate__` of one model: files and copies, shallow ones too, have the `forward` of its
-    class, because this one would run this model. `generate` gives them another."""
+    """The `__getstate__` of one model: files and copies, shallow ones too, have the `forward` of
+    its class, because this one would run this model. `generate` gives them another."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = weakref.ref(model)
