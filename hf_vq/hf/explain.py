@@ -92,8 +92,8 @@ class Row:
         shown = first if count == 1 else f"{first} and {count - 1} more"
         size = " x ".join(str(getattr(self.problem, name)) for name in SIZES.get(op, FEATURES))
         kind = [op, _name(self)] if op.endswith("linear") else [op]
-        told = "; ".join([f"{self.kernel} runs {shown} ({', '.join([*kind, size])})", *said])
-        return f"{told}."
+        sentence = "; ".join([f"{self.kernel} runs {shown} ({', '.join([*kind, size])})", *said])
+        return f"{sentence}."
 
 
 def _is_here(devices: tuple[str, ...], device: str) -> bool:

@@ -9,7 +9,7 @@
 // vectors, in the order in which the kernel finds the entries. Numbers beyond the end of the row are zero. A span
 // with infinity or NaN has the scale NaN, which propagates to every output.
 //
-// Codes with kFine inputs take numbers of 16 bits, 255 high + low, whose high and low bytes are two planes.
+// Codes with kFine inputs take numbers of 16 bits, 256 high + low, whose high and low bytes are two planes.
 #pragma once
 #include "../api.h"
 #include "../primitives/floats.h"
@@ -22,8 +22,8 @@ namespace {
 constexpr int64_t kLargestSpan = 128;
 
 // Numbers of 16 bits as two bytes: kLevelBase high + low, high and low in [-127, 127].
-constexpr int kLevelBase = 255;
-constexpr int kMostLevel = kLevelBase * 127 + 127;
+constexpr int kLevelBase = 256;
+constexpr int kMostLevel = kLevelBase * 127;
 
 // Partition of a row of `columns` weights into spans and steps of a kernel.
 struct Cut {
@@ -104,7 +104,8 @@ inline float round_span(const float* u, int64_t n, uint8_t* number) {
   return magnitude / 127.0f + sum(not_finite);
 }
 
-// The same with numbers of 16 bits, number[i] = 255 high[i] + low[i] = round(u[i] / scale).
+// The same with numbers of 16 bits, number[i] = 256 high[i] + low[i] = round(u[i] / scale), or 1 off where low would be
+// 128 or -128.
 inline float round_span_finely(const float* u, int64_t n, uint8_t* high, uint8_t* low) {
   const Floats none = splat(0.0f), most_level = splat(float(kMostLevel)), least_level = none - most_level;
   Floats most = none, not_finite = none;
@@ -119,7 +120,7 @@ inline float round_span_finely(const float* u, int64_t n, uint8_t* high, uint8_t
     const Ints whole = to_ints(min(max(load(u + i) * inverse, least_level), most_level));
     const Ints upper = to_ints(to_floats(whole) * splat(1.0f / kLevelBase));
     store_low_bytes(high + i, upper);
-    store_low_bytes(low + i, whole + upper - shift_left<8>(upper));
+    store_low_bytes(low + i, to_levels(to_floats(whole - shift_left<8>(upper))));
   }
   return magnitude / float(kMostLevel) + sum(not_finite);
 }
@@ -170,7 +171,7 @@ inline void prepare_row(const hf_vq_matrix& w, const Cut& cut, const void* x, in
   for (int64_t v = 0; v < cut.starts() / kFloats; ++v) {
     Ints biased = zero_ints();
     for (int plane = 0; plane < cut.planes; ++plane) {
-      if (Codes::kFine && plane == cut.planes / 2) biased = shift_left<8>(biased);
+      if (Codes::kFine && plane == cut.planes / 2) biased = biased + shift_left<8>(biased);
       biased = dot(biased, splat_byte(kLevelBias), load_bytes(numbers + (v * cut.planes + plane) * kBytes));
     }
     store(to.start + row * cut.starts() + v * kFloats, zero_ints() - biased);

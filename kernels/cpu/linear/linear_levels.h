@@ -2,12 +2,12 @@
 // Codes of single weights of 6 or 8 bits, VQ<1,6> and VQ<1,8>: levels of 16 bits, in two tables that are looked up in
 // registers, times inputs of 16 bits.
 //
-//     entry ~ unit * level          level  = 255 lh + ll
-//     u     ~ scale * number        number = 255 nh + nl          all four in [-127, 127]
-//     entry u ~ 255 unit scale (255 lh nh + lh nl + ll nh)        without ll nl / 255
+//     entry ~ unit * level          level  = 256 lh + ll
+//     u     ~ scale * number        number = 256 nh + nl          all four in [-127, 127]
+//     entry u ~ 256 unit scale (256 lh nh + lh nl + ll nh)        without ll nl / 256
 //
 // Levels or inputs of 8 bits would lose more than these codes do. What is left out is 2^-16 of the largest product. The
-// sum of four such products is less than 2^25.
+// sum of four such products is less than 2^24, and exact as a float. Multiples of 1/127 of the largest number stay exact.
 #pragma once
 #include "linear_codes.h"
 
@@ -24,8 +24,9 @@ inline float make_levels(const uint16_t* entry, int entries, uint8_t* tables) {
     const float level = found < kMost ? (found > -kMost ? found : -kMost) : kMost;
     const int whole = int(level + (level < 0 ? -0.5f : 0.5f));
     const int high = (whole + (whole < 0 ? -kLevelBase / 2 : kLevelBase / 2)) / kLevelBase;
+    const int rest = whole - kLevelBase * high, low = rest < -127 ? -127 : rest > 127 ? 127 : rest;
     tables[e] = uint8_t(high + kLevelBias);
-    tables[entries + e] = uint8_t(whole - kLevelBase * high + kLevelBias);
+    tables[entries + e] = uint8_t(low + kLevelBias);
   }
   return unit;
 }
@@ -49,14 +50,14 @@ template <int Bits> struct LevelCodes {
 
   static void arrange(const uint8_t* natural, uint8_t* numbers, int64_t) { memcpy(numbers, natural, kBytes); }
 
-  // sums[m] += levels of the step's codes * numbers of input m, over 255
+  // sums[m] += levels of the step's codes * numbers of input m, over 256
   template <int M> void dots(const uint8_t* codes, const uint8_t* numbers, int64_t stride, Ints (&sums)[M]) const {
     Bytes level[2];
     lookup(book, Bits == 6 ? load_6_bits(codes) : load_bytes(codes), level);
     for (int m = 0; m < M; ++m) {
       const Bytes high = load_bytes(numbers + m * stride), low = load_bytes(numbers + m * stride + kBytes);
       const Ints both = dot(zero_ints(), level[0], high);
-      sums[m] = dot(dot(sums[m], level[0], low), level[1], high) + shift_left<8>(both) - both;
+      sums[m] = dot(dot(sums[m], level[0], low), level[1], high) + shift_left<8>(both);
     }
   }
 };

@@ -130,7 +130,7 @@ struct Matrix {
   }
 
   // How many steps the largest entry and the largest input have: linear_levels.h has numbers of 16 bits.
-  double steps() const { return w.x == 1 && (w.bits == 6 || w.bits == 8) ? 255 * 127 + 127 : 127; }
+  double steps() const { return w.x == 1 && (w.bits == 6 || w.bits == 8) ? 256 * 127 : 127; }
 
   // max |u_p| of n columns, times the largest norm of an entry, summed over the stages.
   double largest_product(const double* u, int64_t n) const {
@@ -165,7 +165,7 @@ struct Matrix {
 
 // Shared by all instruction sets: a problem, its exact results, and those of scalar.
 //
-// Kernels round inputs to numbers, max |u| / steps() apart in each span of columns, and entries likewise. On two
+// Kernels round inputs to numbers, max |u| / steps() apart in each span of columns, and entries, too. On two
 // instruction sets an input that is undecided may become either of its neighbours.
 struct Problem {
   const Matrix& matrix;
@@ -202,6 +202,7 @@ struct Problem {
     for (size_t i = 0; i < m.codebook.size(); ++i)
       entry = std::fmax(entry, std::fabs(double(half_to_float(m.codebook[i]))));
     entry *= m.w.stages / (2 * m.steps());
+    if (m.steps() > 127) entry *= 3;  // levels may be 1 off
     for (int64_t i = 0; i < rows * out; ++i) {
       const double start = bias.size() > 0 ? double(bias[size_t(i % out)]) : 0;
       y[size_t(i)] = start;
@@ -233,7 +234,7 @@ struct Problem {
         total += weights[i] * u[i];
         size += weight * std::fabs(u[i]);
         rounding += weight * step / 2 + lost * std::fabs(u[i]);
-        if (matrix.steps() > 127) rounding += 2 * lost * step * 127 * 127;  // low times low bytes are left out
+        if (matrix.steps() > 127) rounding += weight * step + 2 * lost * step * 127 * 127;  // low times low is left out
         if (undecided(u[i] / step, doubt)) either += weight * step;
       }
       const size_t at = size_t(r * w.out + o);

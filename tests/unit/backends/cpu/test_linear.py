@@ -50,7 +50,7 @@ OTHERS = [
     "vq1x6r2-tensor-g0-scaled_hadamard16",
     "vq1x8r1-tile100x128-g32-none",
 ]
-FINE = 255 * 127 + 127  # steps of half a range, where entries and inputs have 16 bits
+FINE = 256 * 127  # steps of half a range, where entries and inputs have 16 bits
 SHAPES = [(1, 48), (3, 80), (5, 288), (100, 896), (300, 1024), (3, 11008)]
 CASES = [(name, shape) for name in SCHEMES for shape in SHAPES]
 CASES += [(name, shape) for name in OTHERS for shape in ((3, 80), (101, 1024))]
@@ -125,6 +125,12 @@ def steps_of(scheme):
     return FINE if scheme.vector_size == 1 and scheme.entry_bits in (6, 8) else 127
 
 
+def in_two_bytes(numbers, round_high=torch.round):
+    """Integers as 256 high + low with both in [-127, 127]: 1 off where low would be +-128."""
+    high = round_high(numbers / 256)
+    return 256 * high + (numbers - 256 * high).clamp(-127, 127)
+
+
 def rounded_inputs(u, scheme):
     """u rounded per scale group, at most 128 columns: float64, and the unit of each."""
     numbers, units, steps = [], [], steps_of(scheme)
@@ -132,7 +138,8 @@ def rounded_inputs(u, scheme):
         most = part.abs().amax(-1, keepdim=True)
         inverse = torch.where(most > 1e-30, steps / most, 0)
         unit = (most / steps).double()
-        numbers.append((part * inverse).round().double() * unit)
+        whole = (part * inverse).round().double()
+        numbers.append((in_two_bytes(whole) if steps == FINE else whole) * unit)
         units.append(unit.expand_as(part))
     return torch.cat(numbers, -1), torch.cat(units, -1)
 
@@ -150,6 +157,11 @@ def units_of_ties(u, scheme):
     return torch.cat(units, -1)
 
 
+def away_from_zero(numbers):
+    """The nearest integers, ties away from zero."""
+    return (numbers + numbers.sign() / 2).trunc()
+
+
 def rounded_codebook(codebook, scheme):
     """Entries rounded to 8 or 16 bits, with one unit per stage or tile; E8P to multiples of the
     shift."""
@@ -162,7 +174,8 @@ def rounded_codebook(codebook, scheme):
     if steps_of(scheme) == FINE:
         unit = unit * (127 / torch.tensor(float(FINE)))
         found = book * (1 / unit)
-        return (found + found.sign() / 2).trunc().clamp(-FINE, FINE) * unit, unit.amax()
+        whole = away_from_zero(found).clamp(-FINE, FINE)
+        return in_two_bytes(whole, away_from_zero) * unit, 3 * unit.amax()  # half a step, and 1
     return (book * (1 / unit)).round() * unit, unit.amax()
 
 
@@ -195,7 +208,8 @@ def test_linear_is_the_product_of_the_rounded_operands(isa, name, shape):
     lost = unit * scheme.streams / 2 * per_weight  # of a weight, at most
     if scheme.lattice:
         lost = (weight - levels).abs()
-    bound = (input_units / 2) @ (weight.abs() + lost).T + u.double().abs() @ lost.T
+    input_error = input_units * (1.5 if steps_of(scheme) == FINE else 0.5)
+    bound = input_error @ (weight.abs() + lost).T + u.double().abs() @ lost.T
     bound += EPS * additions * (sizes + u.double().abs() @ weight.abs().T) + left_out
     truth = reference.linear(x, StoredWeight.of(tensors, scheme, x.shape[-1]), None).double()
     assert ((y - truth).abs() <= bound).all()
