@@ -99,11 +99,9 @@ def sweep() -> str:
         for name, some in shown.items()
     ]
     head = ["cache", "problems", "heads", "not finite", "wrong", "calls with other bits"]
-    what = (
-        f"{found['points']:,} of the {record['settings']['points_of_the_grid']:,} problems of the "
-        f"grid, drawn at random, {calls} calls each; `python scripts/sweep_attention_cuda.py "
-        "--seconds SECONDS` draws more."
-    )
+    done, total = found["points"], record["settings"]["points_of_the_grid"]
+    some = "all" if done == total else f"{done:,}, drawn at random, of the"
+    what = f"{some} {total:,} problems of the grid, {calls} calls each.".capitalize()
     return f"{markdown_table(head, rows)}\n\n{what} {source(record)}"
 
 

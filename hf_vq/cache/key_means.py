@@ -62,18 +62,22 @@ class Rotary:
             known: None = nothing is.
 
         Raises:
-            VQCacheError: a rotary mean is known, but not how keys turn.
+            VQCacheError: a rotary mean is known, but not how keys turn, or other channels turn.
         """
-        turns = known is not None and known.rotary_mean is not None
-        if not turns and not measured_on(keys.device):
+        turning = None if known is None else known.rotary_mean
+        if turning is None and not measured_on(keys.device):
             return None
         found = inverse_frequencies(config, layer, keys.shape[3], keys.shape[2])
-        if found is None and turns:
-            raise VQCacheError(
-                f"there is a rotary mean of the keys of layer {layer}, but the config does not say "
-                "how they turn with the position: the codebooks are of another model. Make them "
-                "with `hf-vq calibrate` and this model."
-            )
+        if turning is not None:
+            what = "the config does not say how they turn with the position"
+            if found is not None:
+                what = f"it is not 0 in channels from {2 * len(found)} on, which do not turn"
+            if found is None or bool(turning[..., 2 * len(found) :].any()):
+                raise VQCacheError(
+                    f"there is a rotary mean of the keys of layer {layer}, but {what}: the "
+                    "codebooks are of another model. Make them with `hf-vq calibrate` and this "
+                    "model."
+                )
         interleaved = known is not None and known.interleaved
         return None if found is None else cls(found.to(keys.device), interleaved)
 
@@ -124,7 +128,7 @@ def use_calibrated(
         where: the layer, for messages.
 
     Raises:
-        VQCacheError: they are of other heads, or of channels that do not turn.
+        VQCacheError: they are of other heads.
     """
     assert side.mean is not None
     heads, dim = side.mean.shape[1], side.mean.shape[3]
@@ -138,11 +142,6 @@ def use_calibrated(
     if known.rotary_mean is None or rotary is None:
         return
     turning = known.rotary_mean.to(side.mean)[None, :, None].expand_as(side.mean)
-    if bool(turning[..., 2 * len(rotary.inv_freq) :].any()):
-        raise VQCacheError(
-            f"key_rotary_means of {where} is not 0 in channels from {2 * len(rotary.inv_freq)} on, "
-            "which this model does not turn: they were measured on another model."
-        )
     if start is not None:
         turning = rotated(turning, rotary.inv_freq, rotary.interleaved, -start[:, None])
     side.rotary_mean = turning.clone()

@@ -253,7 +253,7 @@ def _written(
         token = written[-1].to(place)
         logits = model(token, **{cache_argument(model): cache}, use_cache=True).logits[:, -1]
         written.append(sample_tokens(logits, generator))
-    return torch.cat([token.cpu() for token in written], 1)
+    return torch.cat(written, 1)
 
 
 def sample_tokens(logits: Tensor, generator: torch.Generator) -> Tensor:
@@ -267,7 +267,7 @@ def sample_tokens(logits: Tensor, generator: torch.Generator) -> Tensor:
         generator: of the CPU.
 
     Returns:
-        int64 [rows, 1], on the device of the logits.
+        int64 [rows, 1], on the CPU.
 
     Raises:
         VQCalibrationError: logits are not finite.
@@ -275,17 +275,17 @@ def sample_tokens(logits: Tensor, generator: torch.Generator) -> Tensor:
     chances = logits.float().softmax(-1)
     rows, size = chances.shape
     blocks = F.pad(chances, (0, -size % _BLOCK)).view(rows, -1, _BLOCK)
-    ends = blocks.sum(-1).double().cumsum(-1)
+    ends = blocks.sum(-1).cpu().double().cumsum(-1)  # some devices have no float64
     if not bool(ends.isfinite().all()):
         raise VQCalibrationError(
             "the model cannot write a text: its logits hold NaN or infinity. Load it in "
             "bfloat16 or float32, or give it a text."
         )
-    at = torch.rand(rows, 1, dtype=torch.float64, generator=generator).to(ends.device)
-    at = at * ends[:, -1:]
+    at = torch.rand(rows, 1, dtype=torch.float64, generator=generator) * ends[:, -1:]
     block = torch.searchsorted(ends, at, right=True).minimum(_last(ends))
     at = at - F.pad(ends, (1, 0)).gather(1, block)
-    inside = blocks.take_along_dim(block[..., None], 1).squeeze(1).double().cumsum(-1)
+    chosen = blocks.take_along_dim(block[..., None].to(blocks.device), 1).squeeze(1)
+    inside = chosen.cpu().double().cumsum(-1)
     return block * _BLOCK + torch.searchsorted(inside, at, right=True).minimum(_last(inside))
 
 

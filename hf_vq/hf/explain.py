@@ -125,10 +125,7 @@ class Explanation(list[Row]):
         names = ", ".join(dict.fromkeys(map(_name, slow)))
         cures = [cure for row in slow if (cure := _faster(row.problem))]
         cure = f" {' and '.join(dict.fromkeys(cures))} would not." if cures else ""
-        return (
-            f"{count} of {total} layers decode their weight at every call, and are slower than "
-            f"dense ones on {device}: {names}.{cure}"
-        )
+        return f"{count} of {total} layers take longer than dense ones on {device}: {names}.{cure}"
 
     def __str__(self) -> str:
         return "\n".join(filter(None, (self._sentences(), self.step)))

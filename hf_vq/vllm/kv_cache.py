@@ -170,7 +170,7 @@ def with_coded_backend(before: Callable[..., Any]) -> Callable[..., Any]:
     def get_attn_backend(backend: Any, attn_selector_config: Any, *args: Any, **more: Any) -> Any:
         from vllm.platforms import current_platform
 
-        of, on_gpu = attn_selector_config, current_platform.device_type == "cuda"
+        of, on_gpu = attn_selector_config, current_platform.device_type != "cpu"
         requested = env.VLLM_KV.get() or of.kv_cache_dtype in DTYPES
         if requested and on_gpu and of.attn_type in _CACHED:
             if backend not in (None, AttentionBackendEnum.CUSTOM):

@@ -67,7 +67,7 @@ HF_VQ_API int hf_vq_linear_supports(const hf_vq_matrix* w);
 
 // y[i] = W x[i] + bias for i < rows. x [rows, in] and y [rows, out] have one dtype (float32, float16 or
 // bfloat16) and dense rows; bias [out] has bias_dtype, or is NULL. Rotated inputs and entries are rounded
-// to 8 bits, or products of 8-vectors are (linear_luts.h); sums are exact.
+// to 8 bits, or products of 8-vectors are (linear_luts.h), or both to 16 bits (linear_levels.h); sums are exact.
 HF_VQ_API int hf_vq_linear(const hf_vq_matrix* w, const void* x, int dtype, int64_t rows, const void* bias,
                            int bias_dtype, void* y);
 

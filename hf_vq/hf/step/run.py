@@ -29,7 +29,7 @@ from .trace import FAR, Refused, Step, trace
 from .verify import compare, difference, whole
 
 _ATTRIBUTE = "_hf_vq_step"
-_INSTALLED = {_ATTRIBUTE, "forward", "__getstate__"}  # attributes of a model
+_INSTALLED = {_ATTRIBUTE, "__getstate__"}  # attributes of a model, beside its `forward`
 _KEPT = 4  # programs of a model
 _POSITION = 1000  # to look at next to those of the prompt
 _PAYS = 48  # tokens whose savings pay for tracing a step
@@ -41,10 +41,19 @@ _ASKED = {"input_ids", CACHE, "position_ids", "attention_mask", "use_cache", "re
 
 
 class Forward:
-    """The `forward` of one model, which it does not keep alive; copies begin without (`State`)."""
+    """The `forward` of one model, which it does not keep alive; copies begin without (`State`).
+
+    Others may have wrapped it, as hooks of accelerate do: then it pickles and copies with them.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = weakref.ref(model)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"model": self.model}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._model = weakref.ref(state["model"])
 
     @property
     def model(self) -> Any:
@@ -85,7 +94,11 @@ class State:
         state = vars(model) if of_class is None else of_class(model)
         if not isinstance(state, dict):
             return state
-        return {name: value for name, value in state.items() if name not in _INSTALLED}
+        return {
+            name: value
+            for name, value in state.items()
+            if name not in _INSTALLED and type(value) is not Forward
+        }
 
 
 def install(model: PreTrainedModel, cache: VQCache, new: int) -> None:

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Inputs of a linear layer in the format of its kernels: rotated, quantized to 8 bits, in the order of codes.
+// Inputs of a linear layer in the format of its kernels: rotated, quantized to 8 or 16 bits, in the order of codes.
 //
 //     u = H (x * d)                                    per block of the row; d are signs, or a diagonal in fp16
 //     scale[g] = max |u| / 127,  number = round(u / scale[g])      per span g of columns

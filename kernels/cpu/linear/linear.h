@@ -2,8 +2,8 @@
 // Linear layers on codes:  y[m, o] = sum_g scale[o, g] * xscale[m, g] * unit * sum_j level[o, j] number[m, j]
 //
 // A thread owns adjacent rows of W, whose canonical codes are contiguous bytes. A step decodes 16 to 64 codes in
-// registers (linear_codes.h, linear_levels.h, linear_e8p.h, linear_words.h) and multiplies the entries by up to four 8-bit inputs. The
-// sums of a step are exact in 32 bits; they are scaled and added as floats, one lane for 4 codes.
+// registers (linear_codes.h, linear_levels.h, linear_e8p.h, linear_words.h) and multiplies the entries by up to four
+// inputs. The sums of a step are exact in 32 bits; they are scaled and added as floats, one lane for 4 codes.
 //
 // A row may take several passes: one per residual codebook, one per half of an 8-vector, one per tile. Each pass
 // keeps its tables in registers or L1 for a block of rows, and processes the rows in order, step by step. The codes that come next are prefetched in memory order.

@@ -6,6 +6,7 @@ import weakref
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from transformers import LlamaConfig
 
 import hf_vq
@@ -229,6 +230,18 @@ def test_a_copy_has_its_own_steps(monkeypatch):
         assert other.forward.__self__ is other  # that of its class, until it generates
         same_steps(generate(monkeypatch, True, other, ids, 20), first)
         assert other.forward.model is other and model.forward.model is model
+
+
+def test_a_copy_keeps_the_hooks_of_accelerate(monkeypatch):
+    """They wrap the `forward` of a step: the copy's is of the copy, also once they are removed."""
+    model, ids = tiny("llama"), prompt()
+    first = generate(monkeypatch, True, model, ids, 20)
+    add_hook_to_module(model, ModelHook())
+    other = copy.deepcopy(model)
+    assert type(other._hf_hook) is ModelHook
+    remove_hook_from_module(other)
+    assert other.forward.model is other and model._old_forward.model is model
+    same_steps(generate(monkeypatch, True, other, ids, 20), first)
 
 
 def test_a_shallow_copy_outlives_the_model(steps, monkeypatch):
