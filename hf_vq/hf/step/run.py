@@ -29,7 +29,7 @@ from .trace import FAR, Refused, Step, trace
 from .verify import compare, difference, whole
 
 _ATTRIBUTE = "_hf_vq_step"
-_INSTALLED = {_ATTRIBUTE, "__getstate__"}  # attributes of a model, beside its `forward`
+_INSTALLED = {_ATTRIBUTE, "__getstate__"}  # attributes of a model, next to its `forward`
 _KEPT = 4  # programs of a model
 _POSITION = 1000  # to look at next to those of the prompt
 _PAYS = 48  # tokens whose savings pay for tracing a step
@@ -97,7 +97,7 @@ class State:
         return {
             name: value
             for name, value in state.items()
-            if name not in _INSTALLED and type(value) is not Forward
+            if not (name in _INSTALLED or (name == "forward" and type(value) is Forward))
         }
 
 
