@@ -52,7 +52,8 @@ def _table(records: _Records, what: str, bits: str, read: str) -> str:
         }
         for record in records
     ]
-    names = list(dict.fromkeys(name for rows in found for name in rows))
+    longest_first = sorted(found, key=len, reverse=True)
+    names = list(dict.fromkeys(name for rows in longest_first for name in rows))
     head = ["KV cache" if what == "kv" else "weights", "bits"]
     head += [record["settings"]["model"] for record in records]
     cells = [

@@ -49,7 +49,7 @@ _BLOCK = re.compile(
 )
 HEAD_DIM = 128  # at which the bits of KV schemes are stated
 _IN_PICTURE = ("vq-", "turboquant-", "quip-sharp-")
-_IN_RECORD = ("turboquant-3", "turboquant-2", "vq-4 + KV u4")
+_IN_RECORD = ("turboquant-4", "turboquant-3", "turboquant-2", "gptvq-2-int7", "vq-4 + KV u4")
 
 
 def update(text: str) -> str:
