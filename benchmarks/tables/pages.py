@@ -24,6 +24,7 @@ from hf_vq.formats.scheme import VQScheme
 
 from ..cpu import load as cpu_load
 from ..cuda import w4a8_block as cuda_w4a8_block
+from ..quality.models import table as models
 from ..records import read_record, read_records
 from ..serving import serve, vllm_engine
 from . import (
@@ -36,7 +37,6 @@ from . import (
     cuda_w4a8,
     front,
     kv,
-    models,
     passes,
     reliability,
 )

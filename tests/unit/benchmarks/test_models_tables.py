@@ -2,8 +2,9 @@
 
 import pytest
 
+from benchmarks.quality.models import table as models
 from benchmarks.records import read_records
-from benchmarks.tables import models, pages
+from benchmarks.tables import pages
 from hf_vq.errors import VQError
 from hf_vq.evaluation.record import make_record, write_record
 

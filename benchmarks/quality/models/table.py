@@ -9,8 +9,8 @@ from typing import Any
 from hf_vq.errors import VQError
 from hf_vq.evaluation.text_tables import markdown_table, significant
 
-from .provenance import source, standard_errors
-from .ranges import span
+from ...tables.provenance import source, standard_errors
+from ...tables.ranges import span
 
 SUITE = "quality-models"
 _Records = Sequence[dict[str, Any]]
