@@ -8,7 +8,7 @@ from typing import Any
 
 from hf_vq.evaluation.text_tables import markdown_table
 
-from ..ranges import percents, span
+from .ranges import percents, span
 
 _Rows = Sequence[dict[str, Any]]
 _PEERS = {

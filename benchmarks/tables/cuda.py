@@ -11,7 +11,7 @@ from typing import Any
 from hf_vq.evaluation.text_tables import markdown_table
 from hf_vq.formats.catalog import weight_scheme
 
-from ..ranges import ratios, span
+from .ranges import ratios, span
 
 _Rows = Sequence[dict[str, Any]]
 

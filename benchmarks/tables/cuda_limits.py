@@ -13,9 +13,9 @@ from typing import Any
 
 from hf_vq.evaluation.text_tables import markdown_table
 
-from ..ranges import percents
 from .cuda import count
 from .limits import Figure, Rows, limits_table, pick
+from .ranges import percents
 
 LINEAR_SUITES = ("cuda-linear", "cuda-generate", "cuda-parts")
 FEW = (1, 16, 32, 64, 128)  # tokens

@@ -7,7 +7,7 @@ from typing import Any
 
 from hf_vq.evaluation.text_tables import markdown_table
 
-from ..ranges import ratios, span
+from .ranges import ratios, span
 
 _Rows = Sequence[dict[str, Any]]
 

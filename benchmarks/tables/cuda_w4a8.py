@@ -7,9 +7,9 @@ from typing import Any
 
 from hf_vq.evaluation.text_tables import markdown_table
 
-from ..ranges import ratios, span
 from .cuda import count
 from .limits import Figure, Rows, limits_table, pick
+from .ranges import ratios, span
 
 WHOLE, GROUPED = "qoq-w4a8", "qoq-w4a8-g128"
 _PEERS = ("bf16", "int8 x int8")

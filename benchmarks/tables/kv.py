@@ -8,7 +8,7 @@ from typing import Any
 
 from hf_vq.evaluation.text_tables import markdown_table, significant
 
-from ..ranges import ratios, span
+from .ranges import ratios, span
 
 _Rows = Sequence[dict[str, Any]]
 _LONG = 4096  # tokens from which a context is not short

@@ -24,6 +24,7 @@ from hf_vq.formats.scheme import VQScheme
 
 from ..cpu import load as cpu_load
 from ..cuda import w4a8_block as cuda_w4a8_block
+from ..quality.models import table as models
 from ..records import read_record, read_records
 from ..serving import serve, vllm_engine
 from . import (
@@ -36,7 +37,6 @@ from . import (
     cuda_w4a8,
     front,
     kv,
-    models,
     passes,
     reliability,
 )
@@ -49,7 +49,7 @@ _BLOCK = re.compile(
 )
 HEAD_DIM = 128  # at which the bits of KV schemes are stated
 _IN_PICTURE = ("vq-", "turboquant-", "quip-sharp-")
-_IN_RECORD = ("turboquant-3", "turboquant-2", "vq-4 + KV u4")
+_IN_RECORD = ("turboquant-4", "turboquant-3", "turboquant-2", "gptvq-2-int7", "vq-4 + KV u4")
 
 
 def update(text: str) -> str:

@@ -27,7 +27,7 @@ def source(record: dict[str, Any]) -> str:
 def standard_errors(rows: Sequence[dict[str, Any]]) -> str:
     """The standard errors of KL divergences, in parts of them."""
     parts = [100 * row["kld_se"] / row["kld"] for row in rows if row["kld"] > 0]
-    return f"Standard errors are {min(parts):.1f} to {max(parts):.1f} % of the KL divergence."
+    return f"Standard errors of KLD: {min(parts):.1f} to {max(parts):.1f} %."
 
 
 def _when(record: dict[str, Any]) -> str:

@@ -2,8 +2,9 @@
 
 import pytest
 
+from benchmarks.quality.models import table as models
 from benchmarks.records import read_records
-from benchmarks.tables import models, pages
+from benchmarks.tables import pages
 from hf_vq.errors import VQError
 from hf_vq.evaluation.record import make_record, write_record
 
@@ -42,7 +43,9 @@ def test_weights_have_a_column_for_each_model(both):
     assert lines[2] == "| `vq-4`, `activations=None` | 4.13-4.22 | 0.250, +25 % | 0.0500, +5.0 % |"
     assert lines[3] == "| `vq-4` | 4.13-4.22 | 0.0900, +9.0 % | 0.0400, +4.0 % |"
     assert lines[4] == "| NF4 g64 | 4.50 | 0.300, +30 % | - |"
-    assert lines[-1].startswith("On a.txt: 4,096 tokens in contexts of 512. Standard errors are")
+    assert lines[-1].startswith(
+        "On a.txt: 4,096 tokens in contexts of 512. Standard errors of KLD: 2.0"
+    )
     assert lines[-1].count("Measured by") == 1, "one command made both"
     assert "quality-models MODEL_DIR --text TEXT --tokens 4096`" in lines[-1]
 

@@ -1,7 +1,7 @@
 """Cells with the least and the greatest of several numbers."""
 
-from benchmarks.ranges import percents, ratios, span
 from benchmarks.tables import cpu, cuda, cuda_linear
+from benchmarks.tables.ranges import percents, ratios, span
 
 
 def test_a_range_is_of_all_numbers_and_one_number_where_both_ends_look_alike():

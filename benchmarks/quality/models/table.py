@@ -9,8 +9,8 @@ from typing import Any
 from hf_vq.errors import VQError
 from hf_vq.evaluation.text_tables import markdown_table, significant
 
-from ..ranges import span
-from .provenance import source, standard_errors
+from ...tables.provenance import source, standard_errors
+from ...tables.ranges import span
 
 SUITE = "quality-models"
 _Records = Sequence[dict[str, Any]]
@@ -52,7 +52,8 @@ def _table(records: _Records, what: str, bits: str, read: str) -> str:
         }
         for record in records
     ]
-    names = list(dict.fromkeys(name for rows in found for name in rows))
+    longest_first = sorted(found, key=len, reverse=True)
+    names = list(dict.fromkeys(name for rows in longest_first for name in rows))
     head = ["KV cache" if what == "kv" else "weights", "bits"]
     head += [record["settings"]["model"] for record in records]
     cells = [
@@ -82,8 +83,8 @@ def _shared(records: _Records, *keys: str) -> dict[str, Any]:
 
 
 def _of_all_rows(record: dict[str, Any]) -> dict[str, Any]:
-    """The same without the names of rows in its command: the table shows them."""
-    return {**record, "command": re.sub(r" --rows( [a-z][^ ]*)+", "", record["command"])}
+    """The same without the names of rows in its command: two dots, as the table shows them."""
+    return {**record, "command": re.sub(r" --rows( [a-z][^ ]*)+", " --rows ..", record["command"])}
 
 
 def _cell(row: dict[str, Any]) -> str:
