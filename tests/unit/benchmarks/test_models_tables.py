@@ -47,7 +47,7 @@ def test_weights_have_a_column_for_each_model(both):
         "On a.txt: 4,096 tokens in contexts of 512. Standard errors of KLD: 2.0"
     )
     assert lines[-1].count("Measured by") == 1, "one command made both"
-    assert "quality-models MODEL_DIR --text TEXT --tokens 4096`" in lines[-1]
+    assert "quality-models MODEL_DIR --text TEXT --rows .. --tokens 4096`" in lines[-1]
 
 
 def test_caches_say_what_was_scored(both):
