@@ -125,12 +125,17 @@ def sanitizers() -> str:
     head = ["tool", "kernels", "problems", "errors", "left out"]
     notes = [f"{count:,} times: {note}." for note, count in record["results"]["notes"].items()]
     what = f"Compute-sanitizer: {record['settings']['sanitizer'].partition(' (')[0]}."
-    earlier = Counter(
-        row["revision"][:7]
-        for row in record["results"]["rows"]
-        if row.get("revision") not in (None, record["revision"])
-    )
-    notes += [f"{some} pairs of tool and op ran at {rev}." for rev, some in earlier.items()]
+    here = record["revision"], record["machine"].get("gpu", "")
+    whole, part = Counter(), Counter()
+    for row in record["results"]["rows"]:
+        whole[row.get("revision", here[0]), row.get("gpu", here[1])] += 1
+        part.update({(run["revision"], run["gpu"]) for run in row.get("earlier", ())})
+    for count, how in ((whole, "ran"), (part, "ran in part")):
+        notes += [
+            f"{some} pairs of tool and op {how} at {' on '.join(filter(None, (rev[:7], gpu)))}."
+            for (rev, gpu), some in count.items()
+            if (rev, gpu) != here
+        ]
     return f"{markdown_table(head, rows)}\n\n{' '.join([what, *notes, source(record)])}"
 
 

@@ -93,6 +93,8 @@ class Report:
     reported: set[tuple[str, int]] = field(default_factory=set)
     silent: dict[str, set[int]] = field(default_factory=dict)
     """By tool, cases that ended without a report, of earlier runs too."""
+    earlier: dict[tuple[str, str], list[dict[str, str]]] = field(default_factory=dict)
+    """By tool and kernel, revision and GPU of earlier runs that are counted in."""
 
     def add(self, tool: str, said: Said) -> None:
         """Add the output of one process.
@@ -161,6 +163,8 @@ class Report:
                         self.silent[tool].add(number)
                         self.reported.add((tool, number))
                         self._ended(tool, kernel, number)
+                if bits:
+                    self.earlier[tool, kernel] = _runs_of(before, tool, kernel)
 
     def close(self, tool: str) -> None:
         """All processes of a tool have ended: what none of them told is left out."""
@@ -176,7 +180,7 @@ class Report:
             {
                 "tool": tool, "kernel": kernel, "kernels": len(found.plans),
                 "problems": found.problems, "errors": found.errors, "left": dict(found.left),
-            }
+            } | ({"earlier": runs} if (runs := self.earlier.get((tool, kernel))) else {})
             for (tool, kernel), found in sorted(self.kernels.items())
         ]  # fmt: skip
 
@@ -206,8 +210,8 @@ class Report:
     def write(
         self, path: Path, command: str, settings: dict[str, Any], revision: str | None = None
     ) -> None:
-        """Write the record; rows of other tools and ops stay, each with the revision that it is of,
-        if it is of the same sources, versions and model of GPU.
+        """Write the record; rows of other tools and ops stay, each with its revision and GPU, if
+        they are of the same sources and versions.
 
         Args:
             settings: with `sources`, the `digests` of the kernels.
@@ -232,17 +236,31 @@ def _same(before: object, now: Mapping[str, str]) -> list[str]:
     return [kernel for kernel, digest in now.items() if known.get(kernel) == digest]
 
 
+def _run_of(record: dict[str, Any], row: dict[str, Any]) -> dict[str, str]:
+    """Revision and GPU of a row: its own, or those of its record."""
+    of_record = {"revision": record["revision"], "gpu": record["machine"].get("gpu", "")}
+    return {key: row.get(key, value) for key, value in of_record.items()}
+
+
+def _runs_of(record: dict[str, Any], tool: str, kernel: str) -> list[dict[str, str]]:
+    """All runs that a row of a record counts."""
+    for row in record["results"]["rows"]:
+        if (row["tool"], row["kernel"]) == (tool, kernel):
+            return [*row.get("earlier", ()), _run_of(record, row)]
+    return []
+
+
 def _keep_others(record: dict[str, Any], before: dict[str, Any]) -> None:
     """Copy the rows of other tools and ops from the previous record, if their sources are the
-    same."""
+    same: so is their machine code, on every model of GPU."""
     same = _same(before["settings"].get("sources"), record["settings"]["sources"])
-    ran = [(one["suite"], one["machine"].get("gpu"), one["versions"]) for one in (before, record)]
+    ran = [(one["suite"], one["versions"]) for one in (before, record)]
     if ran[0] != ran[1]:
         return
     now, was = record["results"], before["results"]
     there = {(row["tool"], row["kernel"]) for row in now["rows"]}
     kept = [
-        {"revision": before["revision"], **row}
+        {**_run_of(before, row), **row}
         for row in was["rows"]
         if row["kernel"] in same and (row["tool"], row["kernel"]) not in there
     ]

@@ -292,3 +292,33 @@ def test_a_run_of_some_ops_keeps_the_rows_of_others(script, monkeypatch, tmp_pat
     record["results"]["rows"][0]["revision"] = "0123456789ab"
     monkeypatch.setattr(fuzz_tables, "read_record", {script.report.SUITE: record}.get)
     assert "1 pairs of tool and op ran at 0123456." in (fuzz_tables.sanitizers())
+
+
+def test_a_record_names_the_runs_that_it_counts(script, monkeypatch, tmp_path):
+    path, sources = tmp_path / "record.jsonl", {"linear": "a", "vptq": "b"}
+    problems = [(f"linear {n} x 3", frozenset({n})) for n in range(3)]
+    make_record = script.report.make_record
+    for number, gpu in enumerate(("A", "B", "B")):
+        monkeypatch.setattr(script.report, "make_record", lambda *args, gpu=gpu, **options: {
+            **(made := make_record(*args, **options)), "machine": {**made["machine"], "gpu": gpu},
+        })  # fmt: skip
+        report = script.report.Report(problems)
+        report.resume(path, sources, ["racecheck"])
+        report.add("racecheck", script.report.Said(f"case {number} linear x\nend\n", 0))
+        report.seconds["racecheck"] = 1.0
+        report.write(path, "", {"sanitizer": "1", "sources": sources}, f"{number}" * 12)
+    record = read(path)
+    (row,) = record["results"]["rows"]
+    assert row["problems"] == 3
+    assert row["earlier"] == [
+        {"revision": "0" * 12, "gpu": "A"},
+        {"revision": "1" * 12, "gpu": "B"},
+    ]
+    monkeypatch.setattr(fuzz_tables, "read_record", {script.report.SUITE: record}.get)
+    assert "1 pairs of tool and op ran in part at 0000000 on A." in fuzz_tables.sanitizers()
+    report = script.report.Report(problems[:1])
+    report.add("memcheck", script.report.Said("case 0 linear x\nend\n", 0))
+    report.seconds["memcheck"] = 1.0
+    report.write(path, "", {"sanitizer": "1", "sources": sources}, "3" * 12)
+    kept = read(path)["results"]["rows"][1]
+    assert (kept["tool"], kept["revision"], kept["gpu"]) == ("racecheck", "2" * 12, "B")
