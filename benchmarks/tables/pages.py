@@ -341,6 +341,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "results:quality-kv": kv_table,
     "results:quality-kv-learned": learned_kv_table,
     "results:quality-models-weights": partial(models_table, models.weights),
+    "results:quality-models-embeddings": partial(models_table, models.embeddings),
     "results:quality-models-kv": partial(models_table, models.caches),
     "results:demo": demo_table,
     "results:compare-weights": lambda: compare_table("weights"),

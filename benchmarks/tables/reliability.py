@@ -126,7 +126,8 @@ def sanitizers() -> str:
     notes = [f"{count:,} times: {note}." for note, count in record["results"]["notes"].items()]
     what = f"Compute-sanitizer: {record['settings']['sanitizer'].partition(' (')[0]}."
     here = record["revision"], record["machine"].get("gpu", "")
-    whole, part = Counter(), Counter()
+    whole: Counter[tuple[str, str]] = Counter()
+    part: Counter[tuple[str, str]] = Counter()
     for row in record["results"]["rows"]:
         whole[row.get("revision", here[0]), row.get("gpu", here[1])] += 1
         part.update({(run["revision"], run["gpu"]) for run in row.get("earlier", ())})

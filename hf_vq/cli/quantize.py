@@ -18,7 +18,7 @@ def add_quantize(verbs: Any) -> argparse.ArgumentParser:
     kind.add_argument("--scheme", help="name or spec string (default: vq-4)")
     kind.add_argument("--bits", type=int, metavar="B", help="1 to 8, in the place of a scheme")
     verb.add_argument(
-        "--embeddings", choices=("int8", "int4"), help="also store the embedding, as integers"
+        "--embeddings", metavar="KIND", help="also store the embedding: turboquant-6, int8, .."
     )
     verb.add_argument(
         "--activations", metavar="A", default="auto",

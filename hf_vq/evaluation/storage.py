@@ -15,6 +15,7 @@ from ..formats.packing import packed_size
 from ..formats.published import Layout
 from ..formats.qoq import QoQScheme
 from ..hf.checkpoint.headers import Entry, read_header, shared_bytes
+from ..nn.embedding import VQEmbedding
 from ..nn.replace import vq_modules
 from .load import check_model, first_line
 
@@ -92,9 +93,13 @@ def model_storage(model: Any) -> Storage:
         kind.weights += module.weight_count()
         kind.nbytes += module.stored_bits() // 8
         stored |= {id(getattr(module, attribute)) for attribute in module.specs}
+    rows = {id(m.weight): m for m in model.modules() if isinstance(m, VQEmbedding)}
     for name, parameter in model.named_parameters():
-        if id(parameter) not in stored:
-            _keep(storage, name, parameter.numel(), parameter.numel() * parameter.element_size())
+        if id(parameter) in stored:
+            continue
+        of = rows.get(id(parameter))
+        weights = parameter.numel() if of is None else of.num_embeddings * of.embedding_dim
+        _keep(storage, name, weights, parameter.numel() * parameter.element_size())
     return storage
 
 

@@ -12,8 +12,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from .. import patches
 from ..errors import VQConfigError, shown
 from ..fit.rows import SEARCHES
+from ..formats import coded_rows, integers
 from ..formats.catalog import LinearScheme, linear_scheme, scheme_name
-from ..formats.integers import KINDS
 from ..formats.published import Layout, layout_from_dict
 from ..formats.qoq import QoQScheme
 from ..formats.scheme import VQScheme
@@ -89,9 +89,9 @@ class VQConfig(QuantizationConfigMixin):
             `prefill_only` or `absent` (docs/turboquant.md), for all layers or as {entry: policy}.
             The first entry that matches counts; other layers are resident. It may be given with a
             quantized model, too, and is not stored.
-        embeddings: store the embedding as integers, too: `int8`, with a scale for each row, or
-            `int4`, with a scale and a minimum for each 32 numbers. An output head that is tied to
-            it reads the same integers.
+        embeddings: store the embedding, too: as codes of `turboquant-2` to `turboquant-7`, or as
+            integers: `int8`, with a scale for each row, or `int4`, with a scale and a minimum for
+            each 32 numbers. An output head that is tied to it computes on the same codes.
         layouts: storage of layers that another project quantized and no scheme can store, by name;
             written by `hf_vq.adopt` and `hf-vq convert`.
         quant_method: `hf_vq`, or `vq` in older files.
@@ -194,9 +194,9 @@ class VQConfig(QuantizationConfigMixin):
         if pass2 is not None:
             self.pass2 = _check_pass2(pass2)
         if embeddings is not None:
-            if embeddings not in KINDS:
-                known = " or ".join(map(repr, KINDS))
-                raise VQConfigError(f"embeddings must be {known}; got {shown(embeddings)}.")
+            if embeddings not in (kinds := (*integers.KINDS, *coded_rows.KINDS)):
+                known = ", ".join(map(repr, kinds))
+                raise VQConfigError(f"embeddings must be one of {known}; got {shown(embeddings)}.")
             self.embeddings = embeddings
         if layouts:
             self.layouts = _check_layouts(layouts)

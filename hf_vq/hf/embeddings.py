@@ -1,4 +1,4 @@
-"""The embedding of a model as integers, and its output head where that is tied to it."""
+"""The embedding of a model as integers or codes, and its output head where that is tied to it."""
 
 from __future__ import annotations
 
@@ -6,16 +6,22 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .. import patches
 from ..errors import VQConfigError
+from ..fit import fit_weight, fixed_tensors
+from ..formats.coded_rows import row_specs, scheme_of, stored_rows
+from ..formats.integers import KINDS as INTEGERS
+from ..formats.integers import encode_rows, row_bytes
 from ..nn.embedding import VQEmbedding, VQTiedHead
 from .tensor_parallel import ranks
 
+_ROWS = 8192  # of the vocabulary, in batches of which integers are made
+
 
 def replace_embedding(model: Any, kind: str) -> None:
-    """Store a model's embedding as integers; one on the meta device becomes an empty one.
+    """Store a model's embedding as `kind` says; one on the meta device becomes an empty one.
 
     Raises:
         VQConfigError: the embedding is not a plain one, is offloaded, or a tied head has a bias; or
@@ -78,7 +84,7 @@ def _resize_token_embeddings(
     requested += -requested % (pad_to_multiple_of or 1)
     if requested != rows:
         raise VQConfigError(
-            f"an embedding of {rows} rows of integers cannot be resized to {requested}: resize the "
+            f"a quantized embedding of {rows} rows cannot be resized to {requested}: resize the "
             "dense model and quantize that, or dequantize this one first."
         )
     resize = type(self).resize_token_embeddings
@@ -86,10 +92,10 @@ def _resize_token_embeddings(
 
 
 def _stored(model: Any, kind: str) -> tuple[nn.Module, Any, VQEmbedding]:
-    """A model's embedding, the head that is tied to it or None, and the embedding as integers."""
+    """A model's embedding, the head that is tied to it or None, and the embedding as codes."""
     if ranks(model) > 1:
         raise VQConfigError(
-            "an embedding of integers cannot be split over devices: load the model on one."
+            "a quantized embedding cannot be split over devices: load the model on one."
         )
     old, head = model.get_input_embeddings(), model.get_output_embeddings()
     where = _name(model, old)
@@ -110,7 +116,28 @@ def _stored(model: Any, kind: str) -> tuple[nn.Module, Any, VQEmbedding]:
             f"the output head that is tied to {where} is no plain matrix product, and needs it "
             "dense. Leave embeddings out."
         )
-    return old, head, VQEmbedding(old, kind, where)
+    return old, head, VQEmbedding(old, kind, encode(old.weight, kind, where), where)
+
+
+@torch.no_grad()
+def encode(dense: Tensor, kind: str, where: str) -> dict[str, Tensor]:
+    """The tensors of an embedding by key, codes first; empty ones of one on the meta device.
+
+    Raises:
+        VQSchemeError: its rows cannot be stored.
+        VQFormatError: it is not finite.
+    """
+    if kind in INTEGERS:
+        if dense.is_meta:
+            size = len(dense), row_bytes(kind, dense.shape[1], where)
+            return {"codes": torch.empty(size, dtype=torch.uint8, device="meta")}
+        return {"codes": torch.cat([encode_rows(x, kind, where) for x in dense.split(_ROWS)])}
+    specs = row_specs(kind, len(dense), dense.shape[1], where)
+    if dense.is_meta:
+        return {k: torch.empty(s, dtype=dtype, device="meta") for k, (s, dtype) in specs.items()}
+    scheme = scheme_of(kind)
+    fixed = fixed_tensors(scheme, dense.shape[1], seed=0, device=dense.device)
+    return stored_rows({**fixed, **fit_weight(dense, scheme, where=where).tensors})
 
 
 def _sharing(model: Any, embedding: nn.Module) -> dict[str, nn.Module]:

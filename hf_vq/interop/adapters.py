@@ -242,7 +242,7 @@ def _restore(base: VQLinear, taken: dict[str, Any]) -> None:
 def _refuse(layer: Any, *args: Any, **options: Any) -> None:
     raise VQBackendError(
         f"no adapter is merged into {type(layer.get_base_layer()).__name__}, whose rows are "
-        "integers. Keep the adapter unmerged, or quantize without `embeddings`."
+        "quantized. Keep the adapter unmerged, or quantize without `embeddings`."
     )
 
 

@@ -1,15 +1,22 @@
-"""`VQEmbedding`: an embedding whose rows are integers, and the output head that is tied to it."""
+"""`VQEmbedding`: an embedding whose rows are integers or codes, and the output head that is tied to
+it."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .. import env
+from .. import env, ops
 from ..dispatch.entry import load
 from ..dispatch.table import HEADS
 from ..errors import VQConfigError
-from ..formats.integers import decode_rows, encode_rows, row_bytes
+from ..formats import coded_rows
+from ..formats.coded_rows import tensors_of
+from ..formats.integers import decode_rows
+from ..formats.scheme import VQScheme
 from ..ops.library import autocasts, is_plain_eager
 from .quantized_module import mark_initialized
 
@@ -17,7 +24,7 @@ _ROWS = 8192  # of the vocabulary, that a head decodes at a time
 
 
 def head_product(x: Tensor, rows: Tensor, kind: str) -> Tensor:
-    """x E^T with E in `rows`, uint8 [num_embeddings, row_bytes], in the dtype of `x`.
+    """x E^T with E in `rows` of `formats.integers`, in the dtype of `x`.
 
     One row of inputs is multiplied without decoding, in 15 bits, where `dispatch.HEADS` has what
     does it and no backend is forced.
@@ -35,38 +42,45 @@ def head_product(x: Tensor, rows: Tensor, kind: str) -> Tensor:
 
 
 class _Rows(nn.Module):
-    """What both have in common: `weight`, uint8 [num_embeddings, row_bytes].
+    """What both have in common: `weight`, uint8 [num_embeddings, bytes].
 
     A tied head has the same parameter, which Transformers ties, moves and saves as any other.
     """
 
     kind: str
     features: int
+    scheme: VQScheme | None  # of codes; None: integers
 
-    def _hold(self, kind: str, features: int, weight: Tensor) -> None:
+    def _hold(self, kind: str, features: int, weight: nn.Parameter | None) -> None:
         self.kind, self.features = kind, features
-        self.register_parameter("weight", mark_initialized(weight))  # type: ignore[arg-type]
+        self.scheme = coded_rows.scheme_of(kind) if kind in coded_rows.KINDS else None
+        self.register_parameter("weight", weight)
 
     def _decoded(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         return decode_rows(rows, self.kind, self.features).to(dtype)
 
 
 class VQEmbedding(_Rows, nn.Embedding):
-    """An embedding whose rows are stored as `formats.integers`; only rows that are looked up are
-    decoded.
+    """An embedding whose rows are stored as `formats.integers` or `formats.coded_rows`; only rows
+    that are looked up are decoded.
 
     Args:
-        source: the embedding to replace; on the meta device, an empty one is made.
-        kind: `int8` or `int4`.
+        source: the embedding to replace.
+        kind: of the rows.
+        stored: the tensors of the rows by key, codes first.
         where: its name, for errors.
 
     Raises:
         VQConfigError: an embedding that does more than look rows up.
-        VQSchemeError: the rows cannot be stored.
-        VQFormatError: they are not finite.
     """
 
-    def __init__(self, source: nn.Embedding, kind: str, where: str = "the embedding") -> None:
+    def __init__(
+        self,
+        source: nn.Embedding,
+        kind: str,
+        stored: Mapping[str, Tensor],
+        where: str = "the embedding",
+    ) -> None:
         nn.Module.__init__(self)
         if type(source) is not nn.Embedding or source.max_norm is not None:
             raise VQConfigError(
@@ -77,25 +91,33 @@ class VQEmbedding(_Rows, nn.Embedding):
         self.num_embeddings, self.embedding_dim = dense.shape
         self.padding_idx, self.max_norm, self.norm_type = source.padding_idx, None, 2.0
         self.scale_grad_by_freq = self.sparse = False
-        size = self.num_embeddings, row_bytes(kind, self.embedding_dim, where)
-        if dense.is_meta:
-            stored = torch.empty(size, dtype=torch.uint8, device="meta")
-        else:
-            parts = dense.detach().split(_ROWS)
-            stored = torch.cat([encode_rows(part, kind, where) for part in parts])
-        self._hold(kind, self.embedding_dim, nn.Parameter(stored, requires_grad=False))
+        codes, *others = (_constant(tensor) for tensor in stored.values())
+        self._hold(kind, self.embedding_dim, codes)
+        self._keys = tuple(stored)[1:]
+        for key, parameter in zip(self._keys, others, strict=True):
+            self.register_parameter(key, parameter)
         # Empty: its dtype is that of what comes out. Transformers takes the dtype of a model's
         # first floating parameter for the model's, and casts it with the others.
-        like = torch.empty(0, dtype=dense.dtype, device=dense.device)
-        self.like = mark_initialized(nn.Parameter(like, requires_grad=False))
+        self.like = _constant(torch.empty(0, dtype=dense.dtype, device=dense.device))
         self.train(source.training)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors of rows of codes, by key (`formats.tensor_specs`)."""
+        parameters: dict[str, Any] = self._parameters
+        others = {key: parameters[key] for key in self._keys}
+        return tensors_of({"codes": parameters["weight"], **others})
 
     def forward(self, input: Tensor) -> Tensor:
         """Rows [..., embedding_dim] of token ids, in the dtype of the model."""
+        if self.scheme is not None:
+            rows = ops.look_up(input, self.tensors(), self.scheme, self.features)
+            return rows.to(self.like.dtype)
         return self._decoded(nn.functional.embedding(input, self.weight), self.like.dtype)
 
     def decoded(self, dtype: torch.dtype) -> Tensor:
         """The dense embedding [num_embeddings, embedding_dim]."""
+        if self.scheme is not None:
+            return ops.decode_weight(self.tensors(), self.scheme, self.features, dtype)
         return torch.cat([self._decoded(rows, dtype) for rows in self.weight.split(_ROWS)])
 
     def reset_parameters(self) -> None:
@@ -103,7 +125,8 @@ class VQEmbedding(_Rows, nn.Embedding):
 
 
 class VQTiedHead(_Rows, nn.Linear):
-    """y = E x with E the rows of a `VQEmbedding`, some thousand of which are decoded at a time.
+    """y = E x with E the rows of a `VQEmbedding`: rows of codes are multiplied as those of a
+    `VQLinear`; of integers, some thousand are decoded at a time.
 
     Args:
         embedding: whose parameter it shares.
@@ -115,12 +138,20 @@ class VQTiedHead(_Rows, nn.Linear):
         nn.Module.__init__(self)
         self.in_features, self.out_features = embedding.embedding_dim, embedding.num_embeddings
         self.register_parameter("bias", None)
-        self._hold(embedding.kind, embedding.embedding_dim, embedding.weight)
+        self._hold(embedding.kind, embedding.embedding_dim, embedding._parameters["weight"])
+        self._embedding = (embedding,)  # no module of this one: it has its own place in the model
         self.train(embedding.training)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features], in the dtype of `x`."""
+        if self.scheme is not None:
+            (embedding,) = self._embedding
+            return ops.linear(x, embedding.tensors(), None, self.scheme)
         return head_product(x, self.weight, self.kind)
 
     def reset_parameters(self) -> None:
         """Do nothing: codes have no random initial value."""
+
+
+def _constant(tensor: Tensor) -> nn.Parameter:
+    return mark_initialized(nn.Parameter(tensor, requires_grad=False))  # type: ignore[return-value]

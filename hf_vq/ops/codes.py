@@ -13,7 +13,7 @@ from ..formats.catalog import LinearScheme
 from ..formats.packing import packed_size
 from ..formats.qoq import QoQScheme
 from ..formats.scheme import VQScheme
-from ..formats.stored_weight import SCHEMA, StoredWeight, flat
+from ..formats.stored_weight import SCHEMA, Pass, StoredWeight, flat
 from .library import define, entry_of_rows, is_plain_eager, parse
 
 
@@ -99,6 +99,21 @@ def decode_kv(
     return decode_weight(tensors, scheme, head_dim, dtype)
 
 
+def look_up(ids: Tensor, tensors: Mapping[str, Tensor], scheme: VQScheme, length: int) -> Tensor:
+    """Rows [..., length] float32 of a weight of one pass, by their numbers `ids` [...]; no others
+    are decoded.
+
+    Args:
+        tensors: stored tensors of the weight (keys of `formats.tensor_specs`).
+        length: of a row.
+    """
+    stored = flat(tensors)
+    if is_plain_eager(tensors["codes"], *stored[1:]):
+        return _look_up(ids, *stored, scheme.spec(), length)
+    rows: Tensor = torch.ops.hf_vq.look_up.default(ids, *stored, scheme.spec(), length)
+    return rows
+
+
 def rotate(x: Tensor, rotation: Tensor | None, scheme: VQScheme, inverse: bool = False) -> Tensor:
     """Rotate the rows of `x` [..., n] as the scheme says (see `transforms.rotate`)."""
     rotated: Tensor
@@ -120,6 +135,14 @@ def rotate_weight(weight: Tensor, rotation: Tensor | None, scheme: VQScheme) -> 
 def _decode(*arguments: Any) -> Tensor:
     *tensors, spec, length = arguments
     return run_decode(StoredWeight.of_flat(tensors, parse(spec), length))
+
+
+def _look_up(ids: Tensor, *arguments: Any) -> Tensor:
+    codes, codebook, scale, rotation, *_, spec, length = arguments
+    wanted = ids.reshape(-1)
+    some = Pass(codes[wanted], codebook, scale[wanted], rotation)
+    rows = run_decode(StoredWeight(some, None, parse(spec), length))
+    return rows.view(*ids.shape, length)
 
 
 def run_decode(weight: StoredWeight) -> Tensor:
@@ -150,6 +173,10 @@ def _fake_decode(codes: Tensor, *arguments: Any) -> Tensor:
     return codes.new_empty(*codes.shape[:-1], arguments[-1], dtype=torch.float32)
 
 
+def _fake_look_up(ids: Tensor, *arguments: Any) -> Tensor:
+    return ids.new_empty(*ids.shape, arguments[-1], dtype=torch.float32)
+
+
 def _fake_encode(
     x: Tensor, codebook: Tensor, rotation: Tensor | None, scheme: str
 ) -> tuple[Tensor, Tensor]:
@@ -168,6 +195,12 @@ define(
     f"({SCHEMA}, str scheme, int length) -> Tensor",
     _decode,
     _fake_decode,
+)
+define(
+    "look_up",
+    f"(Tensor ids, {SCHEMA}, str scheme, int length) -> Tensor",
+    _look_up,
+    _fake_look_up,
 )
 define(
     "encode",

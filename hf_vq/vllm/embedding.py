@@ -1,4 +1,4 @@
-"""Embeddings of vLLM whose rows are integers, and the output heads that are tied to them."""
+"""Embeddings of vLLM whose rows are integers or codes, and the heads that are tied to them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from torch import Tensor, nn
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.utils import set_weight_attrs
 
+from .. import ops
+from ..formats.coded_rows import KINDS as CODES
+from ..formats.coded_rows import row_specs, scheme_of, tensors_of
 from ..formats.integers import decode_rows, row_bytes
 from ..nn.embedding import head_product
 
@@ -17,12 +20,13 @@ class VQEmbeddingMethod(QuantizeMethodBase):
     """Loads and runs one embedding.
 
     Args:
-        kind: `int8` or `int4`.
+        kind: of the rows (`VQConfig.embeddings`).
         where: its name, for errors.
     """
 
     def __init__(self, kind: str, where: str) -> None:
         self.kind, self.where = kind, where
+        self.scheme = scheme_of(kind) if kind in CODES else None
 
     def create_weights(
         self,
@@ -34,26 +38,49 @@ class VQEmbeddingMethod(QuantizeMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        """Add the parameters of a `VQEmbedding`: `weight`, uint8 [rows of this rank, bytes of a
-        row], which vLLM loads like a dense one, and `like`, which has the dtype of the rows only.
+        """Add the parameters of a `VQEmbedding`: rows of this rank, which vLLM loads like dense
+        ones, what all rows share, and `like`, which has the dtype of the rows only.
 
         Raises:
             VQSchemeError: rows of this length cannot be stored.
         """
-        self.features = input_size
-        size = sum(output_partition_sizes), row_bytes(self.kind, input_size, self.where)
-        weight = nn.Parameter(torch.zeros(size, dtype=torch.uint8), requires_grad=False)
-        set_weight_attrs(weight, {"input_dim": 1, "output_dim": 0, **extra_weight_attrs})
-        layer.register_parameter("weight", weight)
+        self.features, rows = input_size, sum(output_partition_sizes)
+        if self.scheme is not None:
+            specs = row_specs(self.kind, rows, input_size, self.where)
+        else:
+            size = rows, row_bytes(self.kind, input_size, self.where)
+            specs = {"codes": (size, torch.uint8)}
+        self.keys = tuple(specs)[1:]
+        for key, (shape, dtype) in specs.items():
+            split = {"input_dim": 1, "output_dim": 0} if shape[0] == rows else {}
+            parameter = nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False)
+            set_weight_attrs(parameter, {**split, **extra_weight_attrs})
+            layer.register_parameter("weight" if key == "codes" else key, parameter)
         empty = torch.empty(0, dtype=params_dtype)
         layer.register_parameter("like", nn.Parameter(empty, requires_grad=False))
 
+    def tie_weights(self, layer: Any, embed_tokens: Any) -> Any:
+        """Give a head the parameters of the embedding."""
+        for name in ("weight", *self.keys):
+            setattr(layer, name, getattr(embed_tokens, name))
+        return layer
+
     def embedding(self, layer: Any, input_: Tensor) -> Tensor:
         """Rows [..., features] of token ids."""
+        if self.scheme is not None:
+            rows = ops.look_up(input_, self._tensors(layer), self.scheme, self.features)
+            return rows.to(layer.like.dtype)
         rows = nn.functional.embedding(input_, layer.weight)
         return decode_rows(rows, self.kind, self.features).to(layer.like.dtype)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Logits [..., rows] of hidden states [..., features]."""
+        if self.scheme is not None:
+            return ops.linear(x, self._tensors(layer), bias, self.scheme)
         y = head_product(x, layer.weight, self.kind)
         return y if bias is None else y + bias
+
+    def _tensors(self, layer: Any) -> dict[str, Tensor]:
+        return tensors_of(
+            {"codes": layer.weight, **{key: getattr(layer, key) for key in self.keys}}
+        )

@@ -100,6 +100,7 @@ def compare(folder: Path, reference: Path | None = None, **options: Any) -> None
     [
         {"scheme": "vq-4"},
         {"scheme": "vq-4", "embeddings": "int8"},
+        {"scheme": "vq-4", "embeddings": "turboquant-6"},
         {"scheme": "vq-3", "layers": {"v_proj": "turboquant-4", "down_proj": "vq-4"}},
         {"scheme": "turboquant-4", "modules_to_not_convert": ["v_proj", "layers.0.mlp"]},
         {"scheme": "vq-3-scaled", "activations": "random"},

@@ -1,4 +1,4 @@
-"""Suite `quality-models`: weights, KV caches and passkeys on any models, next to other methods.
+"""Suite `quality-models`: weights, embeddings, KV caches and passkeys on any models.
 
 Each model has its record, `quality-models-NAME.jsonl`. Every row names the revision
 that it was measured at. `--resume` keeps the rows of this revision and of the same texts, and
@@ -64,6 +64,7 @@ def names(options: Options) -> list[str]:
         f"passkey:{name}@{length}" for length in options.passkeys for name in ("exact", *PASSKEYS)
     ]
     found += [f"weights:{row.name}" for row in weights.rows()]
+    found += [f"embeddings:{row.name}" for row in weights.embeddings()]
     return [n for n in found if any(fnmatch.fnmatch(n, wanted) for wanted in options.rows)]
 
 
@@ -130,20 +131,23 @@ class ModelSuite:
     def measure(self, name: str) -> Iterator[dict[str, Any]]:
         """The rows of one name: of weights, one for each text."""
         what, _, which = name.partition(":")
-        measured = {"weights": self._weights, "kv": self._cache, "passkey": self._passkey}[what]
         try:
-            yield from measured(which)
+            if what in ("weights", "embeddings"):
+                yield from self._weights(what, which)
+            else:
+                yield from {"kv": self._cache, "passkey": self._passkey}[what](which)
         except Exception as error:
             yield {"what": what, "name": which, "failed": first_line(error)}
 
-    def _weights(self, name: str) -> Iterator[dict[str, Any]]:
-        row = next(row for row in weights.rows() if row.name == name)
+    def _weights(self, what: str, name: str) -> Iterator[dict[str, Any]]:
+        rows = weights.rows() if what == "weights" else weights.embeddings()
+        row = next(row for row in rows if row.name == name)
         quantized, seconds = row.measure(self.job)
         grid = row.grid if self.settings["source"] else None
         for passages in self.passages:
             found = score(model_forward(quantized.model), self._reference(passages)).to_dict()
             yield {
-                "what": "weights", "name": name, "kind": row.kind, "on": passages.name,
+                "what": what, "name": name, "kind": row.kind, "on": passages.name,
                 "bits_per_weight": quantized.bits, "grid": grid, "quantize_seconds": seconds,
                 **quantized.facts, **found,
             }  # fmt: skip

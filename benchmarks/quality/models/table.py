@@ -11,6 +11,8 @@ from hf_vq.evaluation.text_tables import markdown_table, significant
 
 from ...tables.provenance import source, standard_errors
 from ...tables.ranges import span
+from .suite import row_name
+from .weights import BESIDE
 
 SUITE = "quality-models"
 _Records = Sequence[dict[str, Any]]
@@ -25,6 +27,23 @@ def weights(records: _Records) -> str:
     read = f"{settings['text_tokens']:,} tokens in contexts of {settings['text_context']:,}"
     sources = " ".join(dict.fromkeys(source(_of_all_rows(record)) for record in records))
     return f"{_table(records, 'weights', 'bits_per_weight', read)} {sources}"
+
+
+def embeddings(records: _Records) -> str:
+    """Size and KL divergence of the models whose embeddings were measured."""
+    lines = []
+    for record in records:
+        rows = record["results"]["rows"]
+        coded = [row for row in rows if row["what"] == "embeddings" and row["on"] == "text"]
+        (dense,) = [row for row in rows if coded and row_name(row) == f"weights:{BESIDE}"] or [None]
+        for row in filter(None, (dense, *coded)):
+            name = "dense" if row is dense else f"`{row['name']}`"
+            size = f"{row['megabytes']:.1f}"
+            lines.append([record["settings"]["model"], name, size, significant(row["kld"])])
+    if not lines:
+        return "Not measured: `python -m benchmarks quality-models .. --rows 'embeddings:*'`."
+    head = ["model, weights as `vq-4` without data", "embedding", "MB", "KL divergence"]
+    return f"{markdown_table(head, lines)}\n\nMeasured with the [weights](#quality)."
 
 
 def caches(records: _Records) -> str:

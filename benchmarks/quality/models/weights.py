@@ -26,6 +26,8 @@ from .ggml import TYPES, Ggml
 SCHEMES = ("vq-4", "turboquant-4", "vq-3", "turboquant-3", "vq-2", "turboquant-2")
 CALIBRATED = ("vq-4", "vq-3", "vq-2")
 WITH_ACTIVATIONS = ("vq-4", "vq-3", "vq-2")
+EMBEDDINGS = ("int8", "turboquant-6", "int4", "turboquant-4")
+BESIDE = "vq-4"  # weights of the rows of embeddings
 IMATRIX = ("q4_k", "iq4_xs", "q3_k", "iq3_s", "iq3_xxs", "q2_k", "iq2_xs", "iq2_xxs")
 
 SAME, PARTLY = "same", "partly"
@@ -122,7 +124,8 @@ class WeightRow:
 def _scheme(name: str, job: Job, **options: Any) -> Quantized:
     config = VQConfig(name, **options)
     model = load_model(job.model_dir, dtype=torch.float32, config=config, device_map=job.device)
-    return Quantized(model, model_storage(model).bits_per_weight)
+    stored = model_storage(model)
+    return Quantized(model, stored.bits_per_weight, {"megabytes": stored.nbytes / 1e6})
 
 
 def _calibrated(name: str, job: Job) -> Quantized:
@@ -180,6 +183,14 @@ def _ggml(name: str, imatrix: bool, joined: bool, job: Job) -> Quantized:
 def _library(peer: libraries.Peer, job: Job) -> Quantized:
     plain = libraries.Job(job.model_dir, torch.float32, job.device, None, 0)
     return Quantized(*libraries.quantized(peer, plain))
+
+
+def embeddings() -> list[WeightRow]:
+    """Rows of one scheme of weights with each kind of embedding; without one, it is in `rows`."""
+    return [
+        WeightRow(kind, "scheme", partial(_scheme, BESIDE, activations=None, embeddings=kind))
+        for kind in EMBEDDINGS
+    ]
 
 
 def rows() -> list[WeightRow]:

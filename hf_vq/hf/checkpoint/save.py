@@ -55,7 +55,8 @@ def num_parameters(
         count += module.weight_count() - sum(t.numel() for t in stored if t is not None)
     for module in self.modules():
         if isinstance(module, VQEmbedding) and not exclude_embeddings:
-            count += module.num_embeddings * module.embedding_dim - module.weight.numel()
+            numbers = sum(tensor.numel() for tensor in module.parameters())
+            count += module.num_embeddings * module.embedding_dim - numbers
     return count
 
 

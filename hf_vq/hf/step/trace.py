@@ -479,7 +479,9 @@ def _whole_embeddings(model: PreTrainedModel, recorder: Recorder) -> Iterator[No
     try:
         for module in model.modules():
             op = {VQEmbedding: "look_up", VQTiedHead: "dense"}.get(type(module))
-            if op is not None and "forward" not in module.__dict__:
+            if op is None or module.scheme is not None:
+                continue  # the ops on codes are seen
+            if "forward" not in module.__dict__:
                 module.__dict__["forward"] = recorded(module, op)
                 changed.append(module)
         yield

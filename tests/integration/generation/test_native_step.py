@@ -83,11 +83,15 @@ def assert_same_cache(first, second):
             assert torch.equal(one.tail.view(), other.tail.view())
 
 
-@pytest.mark.parametrize("scheme", ["vq-4", "turboquant-4"])
-def test_layers_of_codes(scheme, tmp_path, steps, monkeypatch):
-    tiny("qwen2", torch.bfloat16).save_pretrained(tmp_path)
+@pytest.mark.parametrize("name", ["qwen2", "gpt2"])
+@pytest.mark.parametrize(
+    ("scheme", "rows"),
+    [("vq-4", "int8"), ("turboquant-4", "int8"), ("vq-4", "turboquant-6")],
+)
+def test_layers_of_codes(scheme, rows, name, tmp_path, steps, monkeypatch):
+    tiny(name, torch.bfloat16).save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(
-        tmp_path, quantization_config=VQConfig(scheme, embeddings="int8")
+        tmp_path, quantization_config=VQConfig(scheme, embeddings=rows)
     ).eval()
     ids = prompt()
     first = generate(monkeypatch, True, model, ids, 60)

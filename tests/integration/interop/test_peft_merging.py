@@ -338,7 +338,7 @@ def test_refusals(dense, quantized):
     train(model, 1)
     rows = stored(model)
     for safe in (False, True):
-        with pytest.raises(VQBackendError, match="rows are integers"):
+        with pytest.raises(VQBackendError, match="rows are quantized"):
             model.merge_adapter(safe_merge=safe)
     assert same(stored(model), rows)
     config = peft.LoraConfig(target_modules=[], target_parameters=["q_proj.weight"], r=2)

@@ -67,9 +67,10 @@ def test_rows_of_a_dense_embedding_train(quantized, tokens_that_train):
     assert any("embed_tokens" in name for name in trained)
 
 
-def test_adapters_on_an_embedding_of_integers(dense, tmp_path):
+@pytest.mark.parametrize("kind", ["int8", "turboquant-6"])
+def test_adapters_on_a_quantized_embedding(dense, tmp_path, kind):
     def load():
-        config = VQConfig(activations=None, embeddings="int8")
+        config = VQConfig(activations=None, embeddings=kind)
         return LOAD(dense("llama"), quantization_config=config)
 
     model = peft.get_peft_model(load(), peft.LoraConfig(target_modules=["embed_tokens", "q_proj"]))
