@@ -15,13 +15,27 @@ def source(record: dict[str, Any]) -> str:
 
     Versions are in the record, and not repeated under every table.
     """
+    return sources([record])
+
+
+def sources(records: Sequence[dict[str, Any]]) -> str:
+    """`source` of several records; those that differ in the date and the revision only share a
+    sentence."""
+    found: dict[str, list[str]] = {}
+    for record in records:
+        found.setdefault(_how(record), []).append(_when(record))
+    return " ".join(
+        f"Measured by {how}; {', '.join(dict.fromkeys(when))}." for how, when in found.items()
+    )
+
+
+def _how(record: dict[str, Any]) -> str:
     machine, settings = record["machine"], record["settings"]
     parts = [f"`{record['command'].replace(_OLD, _NEW)}`"]
     if {"model", "tokens", "context"} <= settings.keys():
         tokens = f"{settings['tokens']:,} tokens"
         parts.append(f"{settings['model']}, {tokens}, context {settings['context']}")
-    parts += [machine.get("gpu") or f"{machine['cpu']}, {machine['cores']} cores", _when(record)]
-    return "Measured by " + "; ".join(parts) + "."
+    return "; ".join([*parts, machine.get("gpu") or f"{machine['cpu']}, {machine['cores']} cores"])
 
 
 def standard_errors(rows: Sequence[dict[str, Any]]) -> str:

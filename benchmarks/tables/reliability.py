@@ -125,18 +125,11 @@ def sanitizers() -> str:
     head = ["tool", "kernels", "problems", "errors", "left out"]
     notes = [f"{count:,} times: {note}." for note, count in record["results"]["notes"].items()]
     what = f"Compute-sanitizer: {record['settings']['sanitizer'].partition(' (')[0]}."
-    here = record["revision"], record["machine"].get("gpu", "")
-    whole: Counter[tuple[str, str]] = Counter()
-    part: Counter[tuple[str, str]] = Counter()
-    for row in record["results"]["rows"]:
-        whole[row.get("revision", here[0]), row.get("gpu", here[1])] += 1
-        part.update({(run["revision"], run["gpu"]) for run in row.get("earlier", ())})
-    for count, how in ((whole, "ran"), (part, "ran in part")):
-        notes += [
-            f"{some} pairs of tool and op {how} at {' on '.join(filter(None, (rev[:7], gpu)))}."
-            for (rev, gpu), some in count.items()
-            if (rev, gpu) != here
-        ]
+    earlier = [
+        " on ".join(filter(None, (run["revision"][:7], run["gpu"])))
+        for run in record["settings"]["runs"]
+    ]
+    notes += [f"In part at {', '.join(dict.fromkeys(earlier))}."] if earlier else []
     return f"{markdown_table(head, rows)}\n\n{' '.join([what, *notes, source(record)])}"
 
 

@@ -93,13 +93,15 @@ def model_storage(model: Any) -> Storage:
         kind.weights += module.weight_count()
         kind.nbytes += module.stored_bits() // 8
         stored |= {id(getattr(module, attribute)) for attribute in module.specs}
-    rows = {id(m.weight): m for m in model.modules() if isinstance(m, VQEmbedding)}
+    for name, module in model.named_modules():
+        if isinstance(module, VQEmbedding):
+            parts = list(module.parameters())
+            weights = module.num_embeddings * module.embedding_dim
+            _keep(storage, f"{name}.weight", weights, sum(t.numel() * t.itemsize for t in parts))
+            stored |= set(map(id, parts))
     for name, parameter in model.named_parameters():
-        if id(parameter) in stored:
-            continue
-        of = rows.get(id(parameter))
-        weights = parameter.numel() if of is None else of.num_embeddings * of.embedding_dim
-        _keep(storage, name, weights, parameter.numel() * parameter.element_size())
+        if id(parameter) not in stored:
+            _keep(storage, name, parameter.numel(), parameter.numel() * parameter.element_size())
     return storage
 
 

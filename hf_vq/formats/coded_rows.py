@@ -1,11 +1,12 @@
-"""Rows of codes, for embeddings: the tensors of a scheme (`formats.tensors`) as integers.
+"""Rows of codes, for embeddings: the tensors of a scheme (`formats.tensors`) as bytes.
 
-    weight     uint8 [n, bytes]      codes: a row is looked up by its number
-    scale      int16 [n, 1]          fp16, one for each row
-    signs      uint8 [features / 8]
-    codebook   int16 [1, 2^y, 1]     fp16
+    weight     [n, bytes]            codes: a row is looked up by its number
+    scale      [n, 2]                fp16, one for each row
+    signs      [features / 8]
+    codebook   [1, 2^y, 2]           fp16
 
-Transformers casts floating parameters to the dtype of a model; integers stay.
+Transformers casts floating parameters to the dtype of a model, and DistributedDataParallel knows no
+other integers.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from .tensors import tensor_specs
 KINDS = tuple(f"turboquant-{bits}" for bits in range(2, 8))
 """What codes of rows are called. Those of a byte would have the shape of a dense tensor."""
 KEYS = ("codes", "scale", "signs", "codebook")
+OF_ROWS = ("codes", "scale")  # which have a part for each row
+_HALVES = ("scale", "codebook")
 
 
 def scheme_of(kind: str) -> VQScheme:
@@ -32,10 +35,10 @@ def scheme_of(kind: str) -> VQScheme:
     return replace(WEIGHT_SCHEMES[kind], scale_group=0)
 
 
-def row_specs(
+def row_shapes(
     kind: str, rows: int, features: int, where: str = "the embedding"
-) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of each tensor, by key; codes first.
+) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor of bytes, by key; codes first.
 
     Raises:
         VQSchemeError: the rows cannot be stored.
@@ -44,21 +47,19 @@ def row_specs(
         found = tensor_specs(scheme_of(kind), rows, features, where=where)
     except VQSchemeError as error:
         raise VQSchemeError(f"{error} Or use embeddings='int8'.") from error
-    return {key: (found[key].shape, _integers(found[key].dtype)) for key in KEYS}
+    return {
+        key: (*found[key].shape[:-1], found[key].shape[-1] * found[key].dtype.itemsize)
+        for key in KEYS
+    }
 
 
 def stored_rows(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors of a scheme as they are stored."""
-    return {key: tensors[key].contiguous().view(_integers(tensors[key].dtype)) for key in KEYS}
+    return {key: tensors[key].contiguous().view(torch.uint8) for key in KEYS}
 
 
 def tensors_of(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a scheme, in the memory of those that are stored."""
     return {
-        key: each.view(torch.float16) if each.dtype is torch.int16 else each
-        for key, each in stored.items()
+        key: each.view(torch.float16) if key in _HALVES else each for key, each in stored.items()
     }
-
-
-def _integers(dtype: torch.dtype) -> torch.dtype:
-    return torch.int16 if dtype is torch.float16 else dtype

@@ -37,7 +37,7 @@ QUANT_METHOD = "hf_vq"
 QUANT_METHODS = (QUANT_METHOD, "vq")
 """Methods that are read; "vq" is that of files from before 27 November 2026."""
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 """The newest that is read. 1 has one scheme; 2 has `layers` or `layouts`; 3 has QoQ's format."""
 
 CANDIDATES = ("vq-2", "vq-3", "vq-4")
@@ -286,7 +286,9 @@ class VQConfig(QuantizationConfigMixin):
     def _raise_version(self, least: int) -> None:
         """Raise `format_version` so that versions that cannot read this config refuse it."""
         schemes = self.schemes()
-        if any(scheme.is_scaled for scheme in schemes):
+        if self.embeddings in coded_rows.KINDS:
+            least = 5
+        elif any(scheme.is_scaled for scheme in schemes):
             least = 4
         elif any(isinstance(scheme, QoQScheme) for scheme in schemes):
             least = 3

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .. import patches
 from ..errors import VQConfigError
 from ..fit import fit_weight, fixed_tensors
-from ..formats.coded_rows import row_specs, scheme_of, stored_rows
+from ..formats.coded_rows import row_shapes, scheme_of, stored_rows
 from ..formats.integers import KINDS as INTEGERS
 from ..formats.integers import encode_rows, row_bytes
 from ..nn.embedding import VQEmbedding, VQTiedHead
@@ -20,7 +20,7 @@ from .tensor_parallel import ranks
 _ROWS = 8192  # of the vocabulary, in batches of which integers are made
 
 
-def replace_embedding(model: Any, kind: str) -> None:
+def replace_embedding(model: Any, kind: str, seed: int = 0) -> None:
     """Store a model's embedding as `kind` says; one on the meta device becomes an empty one.
 
     Raises:
@@ -29,17 +29,18 @@ def replace_embedding(model: Any, kind: str) -> None:
         VQSchemeError: its rows cannot be stored.
         VQFormatError: it is not finite.
     """
-    old, head, new = _stored(model, kind)
+    old, head, new = _stored(model, kind, seed)
     put_module(model, old, new)
     if head is not None:
-        put_module(model, head, VQTiedHead(new))
+        put_module(model, head, of_codes := VQTiedHead(new))
+        _tie(model, new, of_codes)
     resize = partial(_resize_token_embeddings, model)
     patches.override(model, "resize_token_embeddings", resize)
 
 
 def check_embedding(model: Any, kind: str) -> None:
     """Raise what `replace_embedding` would, values aside, for a model on the meta device."""
-    _stored(model, kind)
+    _stored(model, kind, seed=0)
 
 
 def restore_embedding(model: Any, dtype: torch.dtype) -> None:
@@ -55,7 +56,21 @@ def restore_embedding(model: Any, dtype: torch.dtype) -> None:
     for module, taken in zip([old, *heads], [new, *dense], strict=True):
         taken.weight = weight
         put_module(model, module, taken.train(module.training))
+    tied = getattr(model, "all_tied_weights_keys", {})
+    for name in [name for name in tied if name.rpartition(".")[2] in old.keys]:
+        del tied[name]
     patches.restore(model, "resize_token_embeddings")
+
+
+def _tie(model: Any, embedding: VQEmbedding, head: VQTiedHead) -> None:
+    """Have Transformers tie all tensors of a head, as it ties `weight`."""
+    tied = getattr(model, "all_tied_weights_keys", {})
+    names = {_name(model, module) for module in (embedding, head)}
+    for target, source in list(tied.items()):
+        pair = [name.removesuffix(".weight") for name in (target, source)]
+        if set(pair) == names:
+            for key in embedding.keys:
+                tied[f"{pair[0]}.{key}"] = f"{pair[1]}.{key}"
 
 
 def put_module(model: Any, old: nn.Module, new: nn.Module) -> None:
@@ -91,7 +106,7 @@ def _resize_token_embeddings(
     return resize(self, new_num_tokens, pad_to_multiple_of, mean_resizing)
 
 
-def _stored(model: Any, kind: str) -> tuple[nn.Module, Any, VQEmbedding]:
+def _stored(model: Any, kind: str, seed: int) -> tuple[nn.Module, Any, VQEmbedding]:
     """A model's embedding, the head that is tied to it or None, and the embedding as codes."""
     if ranks(model) > 1:
         raise VQConfigError(
@@ -116,12 +131,15 @@ def _stored(model: Any, kind: str) -> tuple[nn.Module, Any, VQEmbedding]:
             f"the output head that is tied to {where} is no plain matrix product, and needs it "
             "dense. Leave embeddings out."
         )
-    return old, head, VQEmbedding(old, kind, encode(old.weight, kind, where), where)
+    return old, head, VQEmbedding(old, kind, encode(old.weight, kind, where, seed), where)
 
 
 @torch.no_grad()
-def encode(dense: Tensor, kind: str, where: str) -> dict[str, Tensor]:
+def encode(dense: Tensor, kind: str, where: str, seed: int = 0) -> dict[str, Tensor]:
     """The tensors of an embedding by key, codes first; empty ones of one on the meta device.
+
+    Args:
+        seed: of the rotation of codes.
 
     Raises:
         VQSchemeError: its rows cannot be stored.
@@ -132,11 +150,11 @@ def encode(dense: Tensor, kind: str, where: str) -> dict[str, Tensor]:
             size = len(dense), row_bytes(kind, dense.shape[1], where)
             return {"codes": torch.empty(size, dtype=torch.uint8, device="meta")}
         return {"codes": torch.cat([encode_rows(x, kind, where) for x in dense.split(_ROWS)])}
-    specs = row_specs(kind, len(dense), dense.shape[1], where)
+    shapes = row_shapes(kind, len(dense), dense.shape[1], where)
     if dense.is_meta:
-        return {k: torch.empty(s, dtype=dtype, device="meta") for k, (s, dtype) in specs.items()}
+        return {k: torch.empty(s, dtype=torch.uint8, device="meta") for k, s in shapes.items()}
     scheme = scheme_of(kind)
-    fixed = fixed_tensors(scheme, dense.shape[1], seed=0, device=dense.device)
+    fixed = fixed_tensors(scheme, dense.shape[1], seed, device=dense.device)
     return stored_rows({**fixed, **fit_weight(dense, scheme, where=where).tensors})
 
 

@@ -114,7 +114,7 @@ class VQHfQuantizer(HfQuantizer):
             wanted = self._wanted_stored(model)
             self._place_published(model, wanted)
             if config.embeddings is not None:
-                replace_embedding(model, config.embeddings)
+                replace_embedding(model, config.embeddings, config.seed)
         else:
             wanted = self._wanted_dense(model, checkpoint_files or [], kwargs.get("device_map"))
             maybe = {n for n in wanted if is_new(model, n) or is_outside(model, n)}
@@ -420,7 +420,7 @@ class VQHfQuantizer(HfQuantizer):
         if self._checkpoint is None:
             self._check_values(model)
         if not self.pre_quantized and config.embeddings is not None:
-            replace_embedding(model, config.embeddings)
+            replace_embedding(model, config.embeddings, config.seed)
         if not self.pre_quantized:
             config.provenance = record(model, self.errors, shared, calibrated)
         if config.leaves_out_second_passes():

@@ -4,7 +4,6 @@ it."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,6 @@ from ..dispatch.entry import load
 from ..dispatch.table import HEADS
 from ..errors import VQConfigError
 from ..formats import coded_rows
-from ..formats.coded_rows import tensors_of
 from ..formats.integers import decode_rows
 from ..formats.scheme import VQScheme
 from ..ops.library import autocasts, is_plain_eager
@@ -42,19 +40,28 @@ def head_product(x: Tensor, rows: Tensor, kind: str) -> Tensor:
 
 
 class _Rows(nn.Module):
-    """What both have in common: `weight`, uint8 [num_embeddings, bytes].
+    """What both have in common: `weight`, uint8 [num_embeddings, bytes], and what rows of codes
+    have in addition.
 
-    A tied head has the same parameter, which Transformers ties, moves and saves as any other.
+    A tied head has the same parameters, which Transformers ties, moves and saves as any others.
     """
 
     kind: str
     features: int
     scheme: VQScheme | None  # of codes; None: integers
+    keys: tuple[str, ...]  # of the tensors besides the codes
 
-    def _hold(self, kind: str, features: int, weight: nn.Parameter | None) -> None:
+    def _hold(self, kind: str, features: int, stored: Mapping[str, nn.Parameter | None]) -> None:
         self.kind, self.features = kind, features
         self.scheme = coded_rows.scheme_of(kind) if kind in coded_rows.KINDS else None
-        self.register_parameter("weight", weight)
+        self.keys = tuple(stored)[1:]
+        for key, parameter in stored.items():
+            self.register_parameter("weight" if key == "codes" else key, parameter)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors of rows of codes, by key (`formats.tensor_specs`)."""
+        stored = {"codes": self.weight, **{key: getattr(self, key) for key in self.keys}}
+        return coded_rows.tensors_of(stored)
 
     def _decoded(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         return decode_rows(rows, self.kind, self.features).to(dtype)
@@ -91,21 +98,12 @@ class VQEmbedding(_Rows, nn.Embedding):
         self.num_embeddings, self.embedding_dim = dense.shape
         self.padding_idx, self.max_norm, self.norm_type = source.padding_idx, None, 2.0
         self.scale_grad_by_freq = self.sparse = False
-        codes, *others = (_constant(tensor) for tensor in stored.values())
-        self._hold(kind, self.embedding_dim, codes)
-        self._keys = tuple(stored)[1:]
-        for key, parameter in zip(self._keys, others, strict=True):
-            self.register_parameter(key, parameter)
+        constants = {key: _constant(tensor) for key, tensor in stored.items()}
+        self._hold(kind, self.embedding_dim, constants)
         # Empty: its dtype is that of what comes out. Transformers takes the dtype of a model's
         # first floating parameter for the model's, and casts it with the others.
         self.like = _constant(torch.empty(0, dtype=dense.dtype, device=dense.device))
         self.train(source.training)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The tensors of rows of codes, by key (`formats.tensor_specs`)."""
-        parameters: dict[str, Any] = self._parameters
-        others = {key: parameters[key] for key in self._keys}
-        return tensors_of({"codes": parameters["weight"], **others})
 
     def forward(self, input: Tensor) -> Tensor:
         """Rows [..., embedding_dim] of token ids, in the dtype of the model."""
@@ -129,7 +127,7 @@ class VQTiedHead(_Rows, nn.Linear):
     `VQLinear`; of integers, some thousand are decoded at a time.
 
     Args:
-        embedding: whose parameter it shares.
+        embedding: whose parameters it shares.
     """
 
     bias: None  # type: ignore[assignment]
@@ -138,15 +136,17 @@ class VQTiedHead(_Rows, nn.Linear):
         nn.Module.__init__(self)
         self.in_features, self.out_features = embedding.embedding_dim, embedding.num_embeddings
         self.register_parameter("bias", None)
-        self._hold(embedding.kind, embedding.embedding_dim, embedding._parameters["weight"])
-        self._embedding = (embedding,)  # no module of this one: it has its own place in the model
+        shared = {key: embedding._parameters[key] for key in embedding.keys}
+        codes = {"codes": embedding._parameters["weight"]}
+        self._hold(embedding.kind, embedding.embedding_dim, codes | shared)
+        # Transformers reads it when it saves: which names of shared tensors are left out.
+        self._tied_weights_keys = {key: key for key in self.keys}
         self.train(embedding.training)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features], in the dtype of `x`."""
         if self.scheme is not None:
-            (embedding,) = self._embedding
-            return ops.linear(x, embedding.tensors(), None, self.scheme)
+            return ops.linear(x, self.tensors(), None, self.scheme)
         return head_product(x, self.weight, self.kind)
 
     def reset_parameters(self) -> None:

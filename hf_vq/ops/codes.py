@@ -108,7 +108,7 @@ def look_up(ids: Tensor, tensors: Mapping[str, Tensor], scheme: VQScheme, length
         length: of a row.
     """
     stored = flat(tensors)
-    if is_plain_eager(tensors["codes"], *stored[1:]):
+    if is_plain_eager(ids, *stored):
         return _look_up(ids, *stored, scheme.spec(), length)
     rows: Tensor = torch.ops.hf_vq.look_up.default(ids, *stored, scheme.spec(), length)
     return rows
@@ -140,7 +140,8 @@ def _decode(*arguments: Any) -> Tensor:
 def _look_up(ids: Tensor, *arguments: Any) -> Tensor:
     codes, codebook, scale, rotation, *_, spec, length = arguments
     wanted = ids.reshape(-1)
-    some = Pass(codes[wanted], codebook, scale[wanted], rotation)
+    codes, scale = (torch.nn.functional.embedding(wanted, rows) for rows in (codes, scale))
+    some = Pass(codes, codebook, scale, rotation)
     rows = run_decode(StoredWeight(some, None, parse(spec), length))
     return rows.view(*ids.shape, length)
 

@@ -11,7 +11,7 @@ from vllm.model_executor.utils import set_weight_attrs
 
 from .. import ops
 from ..formats.coded_rows import KINDS as CODES
-from ..formats.coded_rows import row_specs, scheme_of, tensors_of
+from ..formats.coded_rows import OF_ROWS, row_shapes, scheme_of, tensors_of
 from ..formats.integers import decode_rows, row_bytes
 from ..nn.embedding import head_product
 
@@ -46,14 +46,13 @@ class VQEmbeddingMethod(QuantizeMethodBase):
         """
         self.features, rows = input_size, sum(output_partition_sizes)
         if self.scheme is not None:
-            specs = row_specs(self.kind, rows, input_size, self.where)
+            shapes = row_shapes(self.kind, rows, input_size, self.where)
         else:
-            size = rows, row_bytes(self.kind, input_size, self.where)
-            specs = {"codes": (size, torch.uint8)}
-        self.keys = tuple(specs)[1:]
-        for key, (shape, dtype) in specs.items():
-            split = {"input_dim": 1, "output_dim": 0} if shape[0] == rows else {}
-            parameter = nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False)
+            shapes = {"codes": (rows, row_bytes(self.kind, input_size, self.where))}
+        self.keys = tuple(shapes)[1:]
+        for key, shape in shapes.items():
+            split = {"input_dim": 1, "output_dim": 0} if key in OF_ROWS else {}
+            parameter = nn.Parameter(torch.zeros(shape, dtype=torch.uint8), requires_grad=False)
             set_weight_attrs(parameter, {**split, **extra_weight_attrs})
             layer.register_parameter("weight" if key == "codes" else key, parameter)
         empty = torch.empty(0, dtype=params_dtype)

@@ -18,11 +18,11 @@ workspace, matrix products of PyTorch are skipped. Results are always compared w
 
 All tools together have `--seconds`: later cases do not begin, and a case that runs much longer is
 ended. The final table has the number of kernels and problems, of reports, and of omitted cases.
---out writes it into a record, and keeps the rows of other tools. With --resume, buckets that a
-tool passed are skipped if the record is of the same machine code (sources.py). To find the buckets
-takes minutes: --problems keeps them in a file for the next run. --ops limits a run to some ops; the
-record keeps the rows of others. Exit status 1, and the output of a process, if a tool reports
-anything, a result is wrong, or a case does not end.
+--out writes it into a record, which also has what earlier runs found of other tools. With --resume,
+kernels that a tool passed are skipped if the record has the same machine code (sources.py), also
+from another GPU of the same target. To find the buckets takes minutes: --problems keeps them in a
+file for the next run. --ops limits a run to some ops. Exit status 1, and the output of a process,
+if a tool reports anything, a result is wrong, or a case does not end.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ import kv
 import torch
 import weights
 from report import Report, Said
-from sources import digests
+from sources import identities
 
 from hf_vq import paths
 from hf_vq.codegen.jit.device import device_arch
@@ -161,7 +161,6 @@ def run_tools(args: argparse.Namespace, report: Report) -> bool:
                 if not said.clean(tool):
                     wrong += 1
                     print(f"---- {tool}, process {part}:\n{said.text}\nstatus {said.status}")
-        report.close(tool)
         took = time.monotonic() - start
         report.seconds[tool] = report.seconds.get(tool, 0.0) + took
         count = sum(map(len, every))
@@ -207,7 +206,6 @@ def main() -> int:
         return 0
     if set(args.tools) != {"none"} and shutil.which("compute-sanitizer") is None:
         parser.error("compute-sanitizer is missing: it comes with the CUDA toolkit.")
-    sources: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
         report = Report([])
         if "buckets" in args.kernels:
@@ -216,15 +214,16 @@ def main() -> int:
             args.found = args.problems or Path(folder) / "buckets"
             report.problems = buckets.keep(args.found)
             print(f"{len(report.problems)} problems, {time.time() - began:.0f} s", flush=True)
-            sources = digests(report.problems, device_arch(0).name)
-            report.ops = frozenset(args.ops or sources)
-            if args.resume:
-                report.resume(args.out, sources, args.tools)
+            plans = set().union(*(plans for _, plans in report.problems))
+            report.identity = identities(plans, device_arch(0).name)
+            report.ops = frozenset(args.ops) if args.ops else None
+            if args.out is not None:
+                report.resume(args.out, () if args.resume else args.tools)
         args.end = began + args.seconds
         failed = run_tools(args, report)
     print(report.table())
     if args.out:
-        report.write(args.out, *_of_record(parser, args, report, sources), args.revision)
+        report.write(args.out, *_of_record(parser, args, report), args.revision)
     return int(failed)
 
 
@@ -232,7 +231,6 @@ def _of_record(
     parser: argparse.ArgumentParser,
     args: argparse.Namespace,
     report: Report,
-    sources: dict[str, str],
 ) -> tuple[str, dict[str, Any]]:
     """The command that repeats a run, and its settings."""
     options = dict.fromkeys(("tools", "kernels", "ops", "processes", "seconds"), "")
@@ -240,7 +238,6 @@ def _of_record(
     command = command_line("python scripts/sanitize_cuda", parser, args, options)
     return command, {
         "sanitizer": tool_version(),
-        "sources": sources,
         "processes": args.processes,
         "problems": len(report.problems),
         "kernels": len(frozenset().union(*(plans for _, plans in report.problems))),

@@ -6,12 +6,15 @@ end (`end`). The lines of the tool between them begin with `=`.
 
 from __future__ import annotations
 
+import base64
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from sources import DIGEST_BYTES, Identity
 
 from hf_vq.evaluation.record import make_record, read, write_record
 from hf_vq.evaluation.text_tables import text_table
@@ -82,19 +85,23 @@ class Report:
 
     Args:
         problems: name and plans of each case, by its number; without any, a case is a plan.
+        identity: of each plan.
         ops: first words of the names of problems that are run; None: of all.
     """
 
     problems: list[tuple[str, frozenset[Any]]]
+    identity: Mapping[Any, Identity] = field(default_factory=dict)
     ops: frozenset[str] | None = None
     kernels: dict[tuple[str, str], Kernel] = field(default_factory=dict)
     notes: Counter[str] = field(default_factory=Counter)
     seconds: dict[str, float] = field(default_factory=dict)
     reported: set[tuple[str, int]] = field(default_factory=set)
-    silent: dict[str, set[int]] = field(default_factory=dict)
-    """By tool, cases that ended without a report, of earlier runs too."""
-    earlier: dict[tuple[str, str], list[dict[str, str]]] = field(default_factory=dict)
-    """By tool and kernel, revision and GPU of earlier runs that are counted in."""
+    silent: dict[str, set[Identity]] = field(default_factory=dict)
+    """By tool, kernels of which it said nothing, of earlier runs too."""
+    faulty: defaultdict[str, set[Identity]] = field(default_factory=lambda: defaultdict(set))
+    """By tool, kernels of which it said something."""
+    runs: list[dict[str, Any]] = field(default_factory=list)
+    """Revision, GPU and command of the earlier runs."""
 
     def add(self, tool: str, said: Said) -> None:
         """Add the output of one process.
@@ -120,79 +127,109 @@ class Report:
                 found.left[why.strip()] += 1
                 continue
             self._ended(tool, kernel, number)
-            if not errors:
-                self.silent.setdefault(tool, set()).add(number)
+            reported, silent = self.faulty[tool], self.silent.setdefault(tool, set())
+            (reported if errors else silent).update(self._identities(number))
+            silent -= reported
 
     def _ended(self, tool: str, kernel: str, number: int) -> None:
         found = self.kernels.setdefault((tool, kernel), Kernel())
         found.problems += 1
         found.plans |= self.problems[number][1] if self.problems else {number}
 
+    def _identities(self, number: int) -> set[Identity]:
+        """Kernels of a problem."""
+        return (
+            {self.identity[plan] for plan in self.problems[number][1]} if self.problems else set()
+        )
+
     def numbers(self) -> dict[str, list[int]]:
-        """Numbers of the problems of each kernel that is run."""
+        """Numbers of the problems of each op."""
         found: dict[str, list[int]] = {}
         for number, (name, _) in enumerate(self.problems):
-            kernel = name.split()[0]
-            if self.ops is None or kernel in self.ops:
-                found.setdefault(kernel, []).append(number)
+            found.setdefault(name.split()[0], []).append(number)
         return found
 
     def passed_over(self, tool: str) -> set[int]:
-        """Problems that need no run: a tool was silent in them, or they are of other ops."""
-        wanted = {number for every in self.numbers().values() for number in every}
-        return set(range(len(self.problems))) - wanted | self.silent.get(tool, set())
+        """Problems that are not run: a tool was silent in all their kernels, or they are of other
+        ops."""
+        silent = self.silent.get(tool, set())
+        return {
+            number
+            for number, (name, _) in enumerate(self.problems)
+            if (self.ops is not None and name.split()[0] not in self.ops)
+            or self._identities(number) <= silent
+        }
 
-    def resume(self, path: Path, sources: Mapping[str, str], tools: Iterable[str]) -> None:
-        """Count what a record says was silent: of kernels whose problems and sources are the same.
+    def resume(self, path: Path, without: Iterable[str] = ()) -> None:
+        """Count what a record says was silent.
 
         Args:
             path: of a record; without it nothing is known.
-            sources: `digests` of the kernels.
-            tools: that will be run; `write` keeps the rows of others.
+            without: tools of which nothing counts.
         """
-        before = read(path) if path.exists() else {"settings": {}}
-        numbers = self.numbers()
-        same = [op for op in _same(before["settings"].get("sources"), sources) if op in numbers]
-        for tool in set(tools) & set(before["settings"].get("silent", ())):
-            self.silent[tool] = set()
+        if not path.exists():
+            return
+        before = read(path)
+        self.runs = [*before["settings"].get("runs", ()), _run_of(before)]
+        known = before["settings"].get("plans", {})
+        current = {identity.source for identity in self.identity.values()}
+        for tool, masks in before["settings"].get("silent", {}).items():
+            if tool in without:
+                continue
+            self.silent[tool] = {
+                Identity(source, plan)
+                for source in known.keys() & masks.keys() & current
+                for place, plan in enumerate(_plans(known[source]))
+                if int(masks[source], 16) >> place & 1
+            }
             self.seconds[tool] = before["results"]["seconds"].get(tool, 0.0)
-            for kernel in same:
-                bits = int(before["settings"]["silent"][tool].get(kernel, "0"), 16)
-                for place, number in enumerate(numbers[kernel]):
-                    if bits >> place & 1:
-                        self.silent[tool].add(number)
+            for kernel, numbers in self.numbers().items():
+                for number in numbers:
+                    if self._identities(number) <= self.silent[tool]:
                         self.reported.add((tool, number))
                         self._ended(tool, kernel, number)
-                if bits:
-                    self.earlier[tool, kernel] = _runs_of(before, tool, kernel)
-
-    def close(self, tool: str) -> None:
-        """All processes of a tool have ended: what none of them told is left out."""
-        for kernel, every in self.numbers().items():
-            for number in every:
-                if (tool, number) not in self.reported:
-                    found = self.kernels.setdefault((tool, kernel), Kernel())
-                    found.left[TIME] += 1
+        for note, count in before["results"]["notes"].items():
+            if note.split(":")[0] in self.silent:
+                self.notes[note] += count
 
     def rows(self) -> list[dict[str, Any]]:
-        """A row for each tool and kernel."""
+        """A row for each tool and kernel; problems of which nobody told are left out."""
+        for tool in {tool for tool, _ in self.kernels}:
+            for kernel in self.numbers():
+                self.kernels.setdefault((tool, kernel), Kernel())
         return [
             {
                 "tool": tool, "kernel": kernel, "kernels": len(found.plans),
-                "problems": found.problems, "errors": found.errors, "left": dict(found.left),
-            } | ({"earlier": runs} if (runs := self.earlier.get((tool, kernel))) else {})
+                "problems": found.problems, "errors": found.errors,
+                "left": dict(found.left + self._untold(tool, kernel)),
+            }
             for (tool, kernel), found in sorted(self.kernels.items())
         ]  # fmt: skip
 
-    def _masks(self) -> dict[str, dict[str, str]]:
-        """By tool and kernel, in hex: bit n is set if the tool was silent in its problem n."""
-        return {
-            tool: {
-                kernel: f"{sum(1 << place for place, n in enumerate(every) if n in silent):x}"
-                for kernel, every in self.numbers().items()
-            }
-            for tool, silent in sorted(self.silent.items())
+    def _untold(self, tool: str, kernel: str) -> Counter[str]:
+        numbers = self.numbers().get(kernel, ())
+        return +Counter({TIME: sum((tool, number) not in self.reported for number in numbers)})
+
+    def _settings(self) -> dict[str, Any]:
+        """The kernels of which tools said nothing, by source: digests of their plans in base64, and
+        by tool in hex: bit n is set if it said nothing of plan n."""
+        every = set().union(*self.silent.values())
+        plans = {
+            source: sorted(plan for of, plan in every if of == source)
+            for source in sorted({identity.source for identity in every})
         }
+        silent = {
+            tool: {
+                source: f"{sum(((source, plan) in found) << n for n, plan in enumerate(some)):x}"
+                for source, some in plans.items()
+            }
+            for tool, found in sorted(self.silent.items())
+        }
+        digests = {
+            source: base64.b64encode(bytes.fromhex("".join(some))).decode()
+            for source, some in plans.items()
+        }
+        return {"runs": self.runs, "plans": digests, "silent": silent}
 
     def table(self) -> str:
         """The rows as text, and what the tools remarked."""
@@ -210,19 +247,14 @@ class Report:
     def write(
         self, path: Path, command: str, settings: dict[str, Any], revision: str | None = None
     ) -> None:
-        """Write the record; rows of other tools and ops stay, each with its revision and GPU, if
-        they are of the same sources and versions.
+        """Write the record.
 
         Args:
-            settings: with `sources`, the `digests` of the kernels.
             revision: of the source; None asks git.
         """
-        settings = {**settings, "silent": self._masks()}
         results = {"rows": self.rows(), "notes": dict(self.notes), "seconds": self.seconds}
-        record = make_record(SUITE, command, settings, results, revision, device="cuda")
-        if path.exists():
-            _keep_others(record, read(path))
-        write_record(record, path)
+        settings = {**settings, **self._settings()}
+        write_record(make_record(SUITE, command, settings, results, revision, device="cuda"), path)
 
 
 def reasons(left: Mapping[str, int]) -> str:
@@ -230,48 +262,13 @@ def reasons(left: Mapping[str, int]) -> str:
     return ", ".join(f"{count} ({why})" for why, count in sorted(left.items())) or "0"
 
 
-def _same(before: object, now: Mapping[str, str]) -> list[str]:
-    """Kernels with the same digest in both; an older record has one digest of all kernels."""
-    known = before if isinstance(before, dict) else {}
-    return [kernel for kernel, digest in now.items() if known.get(kernel) == digest]
+def _run_of(record: dict[str, Any]) -> dict[str, Any]:
+    """Revision, GPU and command of the run that made a record."""
+    gpu = record["machine"].get("gpu", "")
+    return {"revision": record["revision"], "gpu": gpu, "command": record["command"]}
 
 
-def _run_of(record: dict[str, Any], row: dict[str, Any]) -> dict[str, str]:
-    """Revision and GPU of a row: its own, or those of its record."""
-    of_record = {"revision": record["revision"], "gpu": record["machine"].get("gpu", "")}
-    return {key: row.get(key, value) for key, value in of_record.items()}
-
-
-def _runs_of(record: dict[str, Any], tool: str, kernel: str) -> list[dict[str, str]]:
-    """All runs that a row of a record counts."""
-    for row in record["results"]["rows"]:
-        if (row["tool"], row["kernel"]) == (tool, kernel):
-            return [*row.get("earlier", ()), _run_of(record, row)]
-    return []
-
-
-def _keep_others(record: dict[str, Any], before: dict[str, Any]) -> None:
-    """Copy the rows of other tools and ops from the previous record, if their sources are the
-    same: so is their machine code, on every model of GPU."""
-    same = _same(before["settings"].get("sources"), record["settings"]["sources"])
-    ran = [(one["suite"], one["versions"]) for one in (before, record)]
-    if ran[0] != ran[1]:
-        return
-    now, was = record["results"], before["results"]
-    there = {(row["tool"], row["kernel"]) for row in now["rows"]}
-    kept = [
-        {**_run_of(before, row), **row}
-        for row in was["rows"]
-        if row["kernel"] in same and (row["tool"], row["kernel"]) not in there
-    ]
-    now["rows"] = sorted(kept + now["rows"], key=lambda row: (row["tool"], row["kernel"]))
-    tools = {row["tool"] for row in kept}
-    notes = {note: count for note, count in was["notes"].items() if note.split(":")[0] in tools}
-    now["notes"] = {**notes, **now["notes"]}
-    now["seconds"] = {**{tool: was["seconds"][tool] for tool in sorted(tools)}, **now["seconds"]}
-    silent = record["settings"]["silent"]
-    for tool, masks in before["settings"].get("silent", {}).items():
-        others = {op: mask for op, mask in masks.items() if (tool, op) not in there and op in same}
-        if others:
-            silent[tool] = {**others, **silent.get(tool, {})}
-    record["command"] = f"{before['command']}; {record['command']}" if kept else record["command"]
+def _plans(text: str) -> list[str]:
+    """The digests that `_settings` wrote."""
+    digests, size = base64.b64decode(text).hex(), 2 * DIGEST_BYTES
+    return [digests[at : at + size] for at in range(0, len(digests), size)]

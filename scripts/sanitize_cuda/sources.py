@@ -1,8 +1,8 @@
-"""Digests of what decides the machine code of problems, by the kernel that their names begin with.
+"""Digests of what decides the machine code of a kernel, on any GPU of a target.
 
-A digest covers the target, NVRTC's version and options, the plans as rendered, the names of the
-problems, and the text of the templates with all headers that they include. Comments and the layout
-of lines are left out: they do not change machine code, so a record stays good after their edits.
+The digest of a source covers the target, NVRTC's version and options, and the text of a template
+with all headers that it includes; that of a plan what is rendered of it. Comments and the layout of
+lines are left out: they do not change machine code, so a record stays good after their edits.
 """
 
 from __future__ import annotations
@@ -10,14 +10,24 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from hf_vq.codegen.jit import compiler
 from hf_vq.codegen.plan import Plan, render
+
+DIGEST_BYTES = 5
 
 _TOKEN = re.compile(
     r"""(?P<text>"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')|//[^\n]*|/\*.*?\*/""", re.DOTALL
 )
 _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
+
+
+class Identity(NamedTuple):
+    """A kernel: its template with a digest of the source, and a digest of its plan."""
+
+    source: str
+    plan: str
 
 
 def without_comments(source: str) -> str:
@@ -38,27 +48,23 @@ def closure(name: str, sources: Mapping[str, str]) -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
-def digests(problems: Iterable[tuple[str, Iterable[Plan]]], arch: str) -> dict[str, str]:
-    """A digest for each first word of the problems' names.
+def identities(plans: Iterable[Plan], arch: str) -> dict[Plan, Identity]:
+    """Digests of what decides the machine code of each plan's kernel.
 
     Args:
-        problems: name and plans of each, in their order.
         arch: the compiler's target.
     """
     texts = {name: without_comments(text) for name, text in compiler.sources().items()}
-    every: dict[str, list[str]] = {}
-    templates: dict[str, set[str]] = {}
-    for name, plans in problems:
-        kernel = name.split()[0]
-        every.setdefault(kernel, []).append(f"{name} {sorted(map(render, plans))}")
-        templates.setdefault(kernel, {"primitives/numbers.cuh"}).update(
-            f"{plan.template}.cu" for plan in plans
-        )
+    setting = repr((arch, compiler.version(), compiler.OPTIONS))
+    sources: dict[str, str] = {}
     found = {}
-    for kernel, said in every.items():
-        digest = hashlib.sha256(repr((arch, compiler.version(), compiler.OPTIONS)).encode())
-        for template in sorted(templates[kernel]):
-            digest.update(repr(closure(template, texts)).encode())
-        digest.update("\0".join(said).encode())
-        found[kernel] = digest.hexdigest()[:32]
+    for plan in plans:
+        if (template := plan.template) not in sources:
+            parts = closure(f"{template}.cu", texts), closure("primitives/numbers.cuh", texts)
+            sources[template] = f"{template} {_digest(repr((setting, *parts)))}"
+        found[plan] = Identity(sources[template], _digest(render(plan)))
     return found
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[: 2 * DIGEST_BYTES]

@@ -9,7 +9,7 @@ from typing import Any
 from hf_vq.errors import VQError
 from hf_vq.evaluation.text_tables import markdown_table, significant
 
-from ...tables.provenance import source, standard_errors
+from ...tables.provenance import sources, standard_errors
 from ...tables.ranges import span
 from .suite import row_name
 from .weights import BESIDE
@@ -25,25 +25,25 @@ def weights(records: _Records) -> str:
     """KL divergence and perplexity of quantized weights; then where they come from."""
     settings = _shared(records, "text", "text_tokens", "text_context")
     read = f"{settings['text_tokens']:,} tokens in contexts of {settings['text_context']:,}"
-    sources = " ".join(dict.fromkeys(source(_of_all_rows(record)) for record in records))
-    return f"{_table(records, 'weights', 'bits_per_weight', read)} {sources}"
+    how = sources([_of_all_rows(record) for record in records])
+    return f"{_table(records, 'weights', 'bits_per_weight', read)} {how}"
 
 
 def embeddings(records: _Records) -> str:
     """Size and KL divergence of the models whose embeddings were measured."""
-    lines = []
+    lines, models = [], []
     for record in records:
-        rows = record["results"]["rows"]
-        coded = [row for row in rows if row["what"] == "embeddings" and row["on"] == "text"]
-        (dense,) = [row for row in rows if coded and row_name(row) == f"weights:{BESIDE}"] or [None]
-        for row in filter(None, (dense, *coded)):
-            name = "dense" if row is dense else f"`{row['name']}`"
-            size = f"{row['megabytes']:.1f}"
-            lines.append([record["settings"]["model"], name, size, significant(row["kld"])])
+        rows = [row for row in record["results"]["rows"] if row.get("on") == "text"]
+        coded = [row for row in rows if row["what"] == "embeddings"]
+        dense = [row for row in rows if coded and row_name(row) == f"weights:{BESIDE}"]
+        models += [record["settings"]["model"]] if coded else []
+        for row in (*dense, *coded):
+            name = f"`{row['name']}`" if row in coded else "dense, float32"
+            lines.append([name, f"{row['megabytes']:.1f}", significant(row["kld"])])
     if not lines:
         return "Not measured: `python -m benchmarks quality-models .. --rows 'embeddings:*'`."
-    head = ["model, weights as `vq-4` without data", "embedding", "MB", "KL divergence"]
-    return f"{markdown_table(head, lines)}\n\nMeasured with the [weights](#quality)."
+    table = markdown_table(["embedding", "MB in all", "KL divergence"], lines)
+    return f"{table}\n\n{', '.join(models)}, `{BESIDE}`, `activations=None`; see [above](#quality)."
 
 
 def caches(records: _Records) -> str:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ...errors import VQFormatError
 from ...fit.weight import fixed_tensors
+from ...formats.coded_rows import tensors_of
 from ...formats.spec import TensorSpec, validate_tensor
 from ...nn.embedding import VQEmbedding
 from ...nn.experts import VQExperts
@@ -242,6 +243,23 @@ def verify(
                         module.layout.inspect(suffix, checkpoint.read(stored), stored)
         here = {a: available[f"{prefix}.{a}"] for a, _ in module.named_parameters(recurse=False)}
         module.check_codes(partial(_read, checkpoint, here), prefix)
+    for prefix, module in modules.items():
+        if isinstance(module, VQEmbedding) and module.scheme is not None:
+            _check_rows(checkpoint, {key: f"{prefix}.{key}" for key in module.keys}, available)
+
+
+def _check_rows(
+    checkpoint: Checkpoint, names: Mapping[str, str], available: Mapping[str, str]
+) -> None:
+    """Raise if a float tensor of an embedding of codes is not finite; names by key."""
+    for key, name in names.items():
+        if name not in available:
+            continue  # `check_loaded` says so
+        stored = available[name]
+        tensor = tensors_of({key: checkpoint.read(stored)})[key]
+        if tensor.is_floating_point():
+            spec = TensorSpec(tuple(tensor.shape), tensor.dtype)
+            validate_tensor(stored, tensor, spec, checkpoint.entries[stored].file)
 
 
 def _read(checkpoint: Checkpoint, names: Mapping[str, str], attribute: str) -> Tensor:

@@ -54,9 +54,10 @@ def num_parameters(
         stored = (module._parameters[name] for name in module.specs if name in module._parameters)
         count += module.weight_count() - sum(t.numel() for t in stored if t is not None)
     for module in self.modules():
-        if isinstance(module, VQEmbedding) and not exclude_embeddings:
-            numbers = sum(tensor.numel() for tensor in module.parameters())
-            count += module.num_embeddings * module.embedding_dim - numbers
+        if isinstance(module, VQEmbedding):  # whose `weight` alone Transformers can leave out
+            count -= sum(getattr(module, key).numel() for key in module.keys)
+            if not exclude_embeddings:
+                count += module.num_embeddings * module.embedding_dim - module.weight.numel()
     return count
 
 

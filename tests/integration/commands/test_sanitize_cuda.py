@@ -68,7 +68,7 @@ def run(script, monkeypatch, tools, seconds, processes=2):
     )  # fmt: skip
     args = argparse.Namespace(tools=tools, processes=processes, end=time.time() + seconds)
     problems = [("linear 2 x 3" if n < 4 else "vptq 2 x 3", frozenset({n // 2})) for n in range(6)]
-    report = script.report.Report(problems)
+    report = script.report.Report(problems, identities(script, range(3)))
     return script.main.run_tools(args, report), report
 
 
@@ -172,49 +172,81 @@ def test_products_that_pytorch_leaves_to_cublas_are_not_computed(script, monkeyp
     assert torch.mm(torch.ones(1, 1), torch.ones(1, 1)).item() == 1
 
 
-def test_a_record_keeps_other_tools_of_the_same_sources(script, monkeypatch, tmp_path):
-    path, sources = tmp_path / "record.jsonl", {"linear": "a"}
-    for tool in ("memcheck", "racecheck"):
-        report = script.report.Report([("linear", frozenset({1})), ("linear", frozenset({2}))])
-        report.resume(path, sources, [tool])
-        report.add(tool, script.report.Said("case 0 linear x\nend\n", 0))
-        report.seconds[tool] = 1.5
-        report.close(tool)
-        report.write(path, f"--tools {tool}", {"sanitizer": "1", "sources": sources})
+def identities(script, plans, source="linear/linear 00"):
+    """Of plans that are numbers."""
+    return {n: script.report.Identity(source, f"{n:010x}") for n in plans}
+
+
+def recorded(script, monkeypatch, path):
+    """The record, and its table."""
     record = read(path)
     monkeypatch.setattr(fuzz_tables, "read_record", {script.report.SUITE: record}.get)
+    return record, fuzz_tables.sanitizers()
+
+
+def test_a_record_keeps_other_tools(script, monkeypatch, tmp_path):
+    path = tmp_path / "record.jsonl"
+    problems = [("linear", frozenset({1})), ("linear", frozenset({2}))]
+    known = identities(script, (1, 2))
     for tool in ("memcheck", "racecheck"):
-        assert f"| {tool} | 1 | 1 | 0 | 1 (no time) |" in fuzz_tables.sanitizers()
-    assert record["settings"]["silent"] == {t: {"linear": "1"} for t in ("memcheck", "racecheck")}
+        report = script.report.Report(problems, known)
+        report.resume(path, [tool])
+        report.add(tool, script.report.Said("case 0 linear x\nend\n", 0))
+        report.notes[f"{tool}: overflow"] += 1
+        report.seconds[tool] = 1.5
+        report.write(path, f"--tools {tool}", {"sanitizer": "1"}, "a" * 12)
+    record, table = recorded(script, monkeypatch, path)
+    for tool in ("memcheck", "racecheck"):
+        assert f"| {tool} | 1 | 1 | 0 | 1 (no time) |" in table
+        assert record["results"]["notes"][f"{tool}: overflow"] == 1
+    assert "In part at aaaaaaa." in table
+    assert [run["command"] for run in record["settings"]["runs"]] == ["--tools memcheck"]
     assert record["complete"] and record["suite"] == script.report.SUITE
-    assert [row["tool"] for row in record["results"]["rows"]] == ["memcheck", "racecheck"]
-    assert record["command"] == "--tools memcheck; --tools racecheck"
-    monkeypatch.setattr(script.report, "make_record", lambda *_, **__: {
-        **record, "settings": {"sources": {"linear": "b"}, "silent": {}}, "command": "new",
-        "results": {"rows": [], "notes": {}, "seconds": {}},
-    })  # fmt: skip
-    report.write(path, "", {})
-    assert read(path)["results"]["rows"] == []
+    report = script.report.Report(problems, identities(script, (1, 2), "linear/linear 01"))
+    report.resume(path)
+    assert not any(report.silent.values())
+    assert all(row["left"] == {"no time": 2} for row in report.rows())
 
 
 def test_a_run_goes_on_where_the_last_one_ended(script, monkeypatch, tmp_path):
-    path, sources = tmp_path / "record.jsonl", {"linear": "a", "vptq": "b"}
+    path = tmp_path / "record.jsonl"
     failed, report = run(script, monkeypatch, ["initcheck"], 60, processes=1)
-    assert failed and report.silent == {"initcheck": {0, 2, 3, 4, 5}}  # 1 was reported
-    report.write(path, "", {"sanitizer": "1", "sources": sources})
-    again = script.report.Report(report.problems)
-    again.resume(path, dict.fromkeys(sources, "c"), ["initcheck"])  # other kernels
-    again.resume(path, sources, ["memcheck"])
-    assert not any(again.silent.values()) and not again.kernels
-    again.resume(path, {**sources, "linear": "c"}, ["initcheck"])
-    assert again.silent == {"initcheck": {4, 5}}
-    again = script.report.Report(report.problems)
-    again.resume(path, sources, ["initcheck"])
-    assert [row["problems"] for row in again.rows()] == [3, 2]
+    # Number 1 was reported; 0 has the same kernel.
+    assert failed and {plan for _, plan in report.silent["initcheck"]} == {
+        f"{n:010x}" for n in (1, 2)
+    }
+    report.write(path, "", {"sanitizer": "1"}, "a" * 12)
+    again = script.report.Report(report.problems, report.identity)
+    again.resume(path, ["initcheck"])
+    assert not again.kernels
+    again.resume(path)
+    assert [row["problems"] for row in again.rows()] == [2, 2]
     args = argparse.Namespace(tools=["initcheck"], processes=1, end=time.time() + 60)
-    assert script.main.run_tools(args, again)  # 1 is reported again, and nothing else is run
+    assert script.main.run_tools(args, again)  # 1 is reported again
     assert [row["problems"] for row in again.rows()] == [4, 2]
     assert [row["errors"] for row in again.rows()] == [1, 0]
+    assert not any(row["left"] for row in again.rows())
+
+
+def test_kernels_of_another_gpu_count(script, monkeypatch, tmp_path):
+    """GPUs of a target choose some plans alike, and have the same machine code for them."""
+    path = tmp_path / "record.jsonl"
+    known = identities(script, range(4))
+    for gpu, plans in ("A", (0, 1, 2)), ("B", (1, 2, 3)), ("A", (0, 1, 2)):
+        problems = [(f"linear {n} x 3", frozenset({n})) for n in plans]
+        report = script.report.Report(problems, known)
+        report.resume(path)
+        passed = report.passed_over("racecheck")
+        said = "".join(f"case {n} linear x\n" for n in range(3) if n not in passed)
+        report.add("racecheck", script.report.Said(f"{said}end\n", 0))
+        report.seconds["racecheck"] = 1.0
+        report.write(path, gpu, {"sanitizer": "1"}, gpu * 12)
+        (row,) = report.rows()
+        assert row["problems"] == 3 and not row["left"]
+    assert passed == {0, 1, 2}
+    record, table = recorded(script, monkeypatch, path)
+    assert [run["command"] for run in record["settings"]["runs"]] == ["A", "B"]
+    assert "In part at AAAAAAA, BBBBBBB." in table
 
 
 def test_comments_and_layout_do_not_count_as_sources(script, monkeypatch):
@@ -224,31 +256,34 @@ def test_comments_and_layout_do_not_count_as_sources(script, monkeypatch):
     assert bare(text.replace("b", "c")) != bare(text)
 
 
-def test_a_digest_covers_what_decides_machine_code(script, monkeypatch):
+def test_an_identity_covers_what_decides_machine_code(script, monkeypatch):
     compiler = script.sources.compiler
     monkeypatch.setattr(compiler, "version", lambda: (13, 0))
-    problems = [
-        (problem.name, problem.plans(HOPPER))
+    plans = {
+        plan
         for kernel in ("vptq", "append")
         for problem in CASES[kernel](HOPPER)[:3]
-    ]
-    first = script.sources.digests(problems, "sm_90a")
-    assert set(first) == {"vptq", "append"}
+        for plan in problem.plans(HOPPER)
+    }
+    first = script.sources.identities(plans, "sm_90a")
+    assert len(set(first.values())) == len(plans)
     texts = dict(compiler.sources())
 
     def changed(file, text):
         monkeypatch.setattr(compiler, "sources", lambda: {**texts, file: text})
-        now = script.sources.digests(problems, "sm_90a")
-        return {kernel for kernel in first if now[kernel] != first[kernel]}
+        now = script.sources.identities(plans, "sm_90a")
+        return {plan.template for plan in plans if now[plan] != first[plan]}
 
+    every = {plan.template for plan in plans}
+    vptq = {"vptq/vptq", "vptq/vptq_dequantize"}  # that include it
     assert changed("vptq/vptq.cuh", texts["vptq/vptq.cuh"] + "\n// A comment.\n") == set()
-    assert changed("vptq/vptq.cuh", texts["vptq/vptq.cuh"] + "\nint x;\n") == {"vptq"}
+    assert changed("vptq/vptq.cuh", texts["vptq/vptq.cuh"] + "\nint x;\n") == vptq < every
     header = "primitives/numbers.cuh"  # included by all
-    assert changed(header, texts[header] + "\nint x;\n") == {"vptq", "append"}
+    assert changed(header, texts[header] + "\nint x;\n") == every
     monkeypatch.setattr(compiler, "sources", lambda: texts)
-    assert script.sources.digests(problems, "sm_80") != first
+    assert script.sources.identities(plans, "sm_80") != first
     monkeypatch.setattr(compiler, "version", lambda: (13, 1))
-    assert script.sources.digests(problems, "sm_90a") != first
+    assert script.sources.identities(plans, "sm_90a") != first
     monkeypatch.undo()
 
 
@@ -274,51 +309,15 @@ def test_buckets_are_found_once(script, monkeypatch, tmp_path):
 
 
 def test_a_run_of_some_ops_keeps_the_rows_of_others(script, monkeypatch, tmp_path):
-    path, sources = tmp_path / "record.jsonl", {"linear": "a", "vptq": "b"}
+    path, known = tmp_path / "record.jsonl", identities(script, (0, 1))
     problems = [("linear 2 x 3", frozenset({0})), ("vptq 2 x 3", frozenset({1}))]
-    for op in sources:
-        report = script.report.Report(problems, frozenset({op}))
-        assert report.passed_over("memcheck") == {1 if op == "linear" else 0}
-        report.resume(path, sources, ["memcheck"])
-        number = list(sources).index(op)
+    for number, op in enumerate(("linear", "vptq")):
+        report = script.report.Report(problems, known, frozenset({op}))
+        assert report.passed_over("memcheck") == {1 - number}
+        report.resume(path)
         report.add("memcheck", script.report.Said(f"case {number} {op} x\nend\n", 0))
         report.seconds["memcheck"] = 1.0
-        report.close("memcheck")
-        report.write(path, op, {"sanitizer": "1", "sources": sources})
+        report.write(path, op, {"sanitizer": "1"})
     record = read(path)
     assert [row["kernel"] for row in record["results"]["rows"]] == ["linear", "vptq"]
     assert all(row["problems"] == 1 and not row["left"] for row in record["results"]["rows"])
-    assert record["settings"]["silent"]["memcheck"] == {"linear": "1", "vptq": "1"}
-    record["results"]["rows"][0]["revision"] = "0123456789ab"
-    monkeypatch.setattr(fuzz_tables, "read_record", {script.report.SUITE: record}.get)
-    assert "1 pairs of tool and op ran at 0123456." in (fuzz_tables.sanitizers())
-
-
-def test_a_record_names_the_runs_that_it_counts(script, monkeypatch, tmp_path):
-    path, sources = tmp_path / "record.jsonl", {"linear": "a", "vptq": "b"}
-    problems = [(f"linear {n} x 3", frozenset({n})) for n in range(3)]
-    make_record = script.report.make_record
-    for number, gpu in enumerate(("A", "B", "B")):
-        monkeypatch.setattr(script.report, "make_record", lambda *args, gpu=gpu, **options: {
-            **(made := make_record(*args, **options)), "machine": {**made["machine"], "gpu": gpu},
-        })  # fmt: skip
-        report = script.report.Report(problems)
-        report.resume(path, sources, ["racecheck"])
-        report.add("racecheck", script.report.Said(f"case {number} linear x\nend\n", 0))
-        report.seconds["racecheck"] = 1.0
-        report.write(path, "", {"sanitizer": "1", "sources": sources}, f"{number}" * 12)
-    record = read(path)
-    (row,) = record["results"]["rows"]
-    assert row["problems"] == 3
-    assert row["earlier"] == [
-        {"revision": "0" * 12, "gpu": "A"},
-        {"revision": "1" * 12, "gpu": "B"},
-    ]
-    monkeypatch.setattr(fuzz_tables, "read_record", {script.report.SUITE: record}.get)
-    assert "1 pairs of tool and op ran in part at 0000000 on A." in fuzz_tables.sanitizers()
-    report = script.report.Report(problems[:1])
-    report.add("memcheck", script.report.Said("case 0 linear x\nend\n", 0))
-    report.seconds["memcheck"] = 1.0
-    report.write(path, "", {"sanitizer": "1", "sources": sources}, "3" * 12)
-    kept = read(path)["results"]["rows"][1]
-    assert (kept["tool"], kept["revision"], kept["gpu"]) == ("racecheck", "2" * 12, "B")

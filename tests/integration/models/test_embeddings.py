@@ -3,6 +3,7 @@
 import copy
 import pickle
 
+import accelerate
 import pytest
 import torch
 from safetensors import safe_open
@@ -17,6 +18,7 @@ from transformers import (
 )
 
 from hf_vq.errors import VQConfigError, VQFormatError, VQSchemeError
+from hf_vq.evaluation.storage import model_storage
 from hf_vq.formats import coded_rows, integers
 from hf_vq.formats.integers import decode_rows, encode_rows, row_bytes
 from hf_vq.formats.universal import universal_mse
@@ -105,7 +107,7 @@ def test_rows_of_codes(kind, width):
     dense = nn.Embedding(40, width, dtype=torch.bfloat16)
     dense.weight.data *= torch.logspace(-3, 3, 40, dtype=torch.bfloat16)[:, None]
     stored = encode(dense.weight, kind, "embed")
-    assert stored["scale"].shape == (40, 1)
+    assert stored["scale"].shape == (40, 2)
     embedding = VQEmbedding(dense, kind, stored)
     rows = embedding.decoded(torch.float32)
     ids = torch.randint(0, 40, (3, 5))
@@ -119,8 +121,11 @@ def test_rows_of_codes(kind, width):
     for count in (1, 7):
         x = torch.randn(2, count, width, dtype=torch.float64)
         y, expected = head(x.float()).double(), x @ rows.double().T
-        # A product of up to 5 bits may take inputs and levels of 8 bits.
-        assert (y - expected).norm() <= (2e-3 if kind > "turboquant-5" else 2e-2) * expected.norm()
+        # Of up to 5 bits, a kernel may round inputs and levels to 8: to 1 / 254 of the largest.
+        size = x.norm(dim=-1, keepdim=True) * rows.double().norm(dim=-1)
+        assert ((y - expected).abs() <= (1e-3 if kind > "turboquant-5" else 1 / 127) * size).all()
+    with pytest.raises(IndexError):
+        embedding(torch.tensor([-1]))
 
 
 def test_bad_rows_of_codes(dense):
@@ -130,7 +135,7 @@ def test_bad_rows_of_codes(dense):
         encode(torch.randn(4, 63), "turboquant-6", "embed")
 
 
-def test_codes_cast_move_and_copy(dense, tmp_path):
+def test_codes_cast_move_and_copy(dense, tmp_path, monkeypatch):
     """Scales keep their bits in every dtype, and a copied head reads the copied embedding."""
     config = VQConfig(embeddings="turboquant-6")
     model = LOAD(dense("llama-tied"), quantization_config=config)
@@ -139,7 +144,8 @@ def test_codes_cast_move_and_copy(dense, tmp_path):
         again = again.to(torch.bfloat16)
         embedding, head = again.get_input_embeddings(), again.get_output_embeddings()
         assert torch.equal(embedding.tensors()["scale"], scale) and again.dtype == torch.bfloat16
-        assert head._embedding == (embedding,)
+        for key in ("weight", *embedding.keys):
+            assert getattr(head, key) is getattr(embedding, key)
         embedding.scale.data.zero_()
         assert not logits(again).any() and logits(model).any()
     model.to(torch.float16).save_pretrained(tmp_path)
@@ -149,17 +155,45 @@ def test_codes_cast_move_and_copy(dense, tmp_path):
     tensors = load_file(path)
     with safe_open(path, "pt") as file:
         metadata = file.metadata()
-    tensors["model.embed_tokens.scale"][3] += 1
+    tensors["model.embed_tokens.scale"][3, 0] ^= 1
     save_file(tensors, path, metadata)
     with pytest.raises(VQFormatError, match=r"model\.embed_tokens\.scale"):
+        LOAD(tmp_path)
+    tensors["model.embed_tokens.scale"][3] = 255  # NaN
+    save_file(tensors, path, metadata)
+    monkeypatch.setenv("HF_VQ_VERIFY", "0")
+    with pytest.raises(VQFormatError, match=r"model\.embed_tokens\.scale.*(NaN|finite)"):
         LOAD(tmp_path)
 
 
 def test_a_count_of_parameters_is_of_the_dense_model(dense):
     count = LOAD(dense("llama-tied")).num_parameters()
+    without = LOAD(dense("llama-tied")).num_parameters(exclude_embeddings=True)
     for kind in ("int8", "turboquant-6"):
-        config = VQConfig(embeddings=kind)
-        assert LOAD(dense("llama-tied"), quantization_config=config).num_parameters() == count
+        model = LOAD(dense("llama-tied"), quantization_config=VQConfig(embeddings=kind))
+        assert model.num_parameters() == count
+        assert model.num_parameters(exclude_embeddings=True) == without
+        storage = model_storage(model)
+        assert storage.weights + sum(kind.weights for kind in storage.kept.values()) == count
+
+
+@pytest.mark.parametrize("kind", ["int8", "turboquant-6"])
+def test_offloaded_to_the_disk_and_to_memory(dense, tmp_path, kind):
+    model = LOAD(dense("llama-tied"), quantization_config=VQConfig(embeddings=kind))
+    expected = logits(model)
+    model.save_pretrained(tmp_path / "model")
+    places = dict.fromkeys(("model.layers", "model.norm", "model.rotary_emb"), "cpu")
+    places |= {"model.embed_tokens": "disk", "lm_head": "disk"}
+    away = LOAD(tmp_path / "model", device_map=places, offload_folder=tmp_path / "away")
+    for _ in range(2):
+        assert torch.equal(logits(away), expected)
+    accelerate.cpu_offload(model)
+    assert torch.equal(logits(model), expected)
+
+
+def test_older_versions_advise_to_update():
+    assert VQConfig(embeddings="turboquant-6").format_version == 5
+    assert VQConfig(embeddings="int8").format_version < 5
 
 
 def test_dtypes_casts_and_copies(dense):
