@@ -129,7 +129,7 @@ def file_storage(
         if name.startswith(SHARED):
             storage.shared_bytes += entry.nbytes
         elif not layer:
-            _keep(storage, name, entry.elements, entry.nbytes)
+            _keep(storage, *_row_part(entry, named), entry.nbytes)
         else:
             kind = storage.quantized.setdefault(kind_of(layer), Kind(kind_of(layer)))
             kind.nbytes += entry.nbytes
@@ -139,6 +139,17 @@ def file_storage(
                 scheme = scheme_of(layer)
                 kind.weights += _weight_count(entry, named[_scale_of(name)], scheme)
     return storage
+
+
+def _row_part(entry: Entry, named: Mapping[str, Entry]) -> tuple[str, int]:
+    """Name and weights of a dense tensor, or of what belongs to an embedding of codes: that all
+    counts as its `weight`."""
+    owner, _, key = entry.name.rpartition(".")
+    signs = named.get(f"{owner}.signs")
+    if signs is None or f"{owner}.like" not in named:
+        return entry.name, entry.elements
+    weights = entry.shape[0] * 8 * signs.elements if key == "weight" else 0
+    return f"{owner}.weight", weights
 
 
 def read_headers(model: str) -> list[Entry]:

@@ -20,6 +20,11 @@ from .tensor_parallel import ranks
 _ROWS = 8192  # of the vocabulary, in batches of which integers are made
 
 
+def embeddings_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The quantized embeddings of a model, by name."""
+    return {name: m for name, m in model.named_modules() if isinstance(m, VQEmbedding)}
+
+
 def replace_embedding(model: Any, kind: str, seed: int = 0) -> None:
     """Store a model's embedding as `kind` says; one on the meta device becomes an empty one.
 
@@ -53,12 +58,13 @@ def restore_embedding(model: Any, dtype: torch.dtype) -> None:
         new = nn.Embedding(old.num_embeddings, old.embedding_dim, old.padding_idx)
         heads = [m for m in model.modules() if isinstance(m, VQTiedHead)]
         dense = [nn.Linear(head.in_features, head.out_features, bias=False) for head in heads]
+    places = [_name(model, module) for module in (old, *heads)]
     for module, taken in zip([old, *heads], [new, *dense], strict=True):
         taken.weight = weight
         put_module(model, module, taken.train(module.training))
     tied = getattr(model, "all_tied_weights_keys", {})
-    for name in [name for name in tied if name.rpartition(".")[2] in old.keys]:
-        del tied[name]
+    for name in [f"{place}.{key}" for place in places for key in old.keys]:
+        tied.pop(name, None)
     patches.restore(model, "resize_token_embeddings")
 
 

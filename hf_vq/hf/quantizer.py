@@ -43,7 +43,7 @@ from .checkpoint.new_parts import is_new, is_outside
 from .checkpoint.provenance import record
 from .checkpoint.save import install_saving, remove_saving
 from .config import QUANT_METHODS, VQConfig
-from .embeddings import check_embedding, replace_embedding, restore_embedding
+from .embeddings import check_embedding, embeddings_of, replace_embedding, restore_embedding
 from .explain import warn_of_slow_layers
 from .fused_activations import fuse_inputs, separate_inputs
 from .in_memory.encode import check_weights, encode_layers, nothing_to_quantize
@@ -446,14 +446,14 @@ class VQHfQuantizer(HfQuantizer):
         return state, digests.room(state)  # for what `save_pretrained` writes there
 
     def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
-        offloaded = [name for name, module in vq_modules(model).items() if _is_offloaded(module)]
+        coded = (vq_modules(model) | embeddings_of(model)).items()
+        offloaded = [name for name, module in coded if _is_offloaded(module)]
         if offloaded:
             raise VQConfigError(
                 f"cannot dequantize {offloaded[0]}: its codes are offloaded. Load the model "
                 "without offloading first."
             )
-        # Saving leaves a name in the model's config.
-        named = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        named = getattr(torch, dtype) if isinstance(dtype, str) else dtype  # of the model's config
         kind: torch.dtype = named or model.dtype
         separate_inputs(model)
         restore_modules(model, kind)

@@ -218,7 +218,7 @@ def main() -> int:
             report.identity = identities(plans, device_arch(0).name)
             report.ops = frozenset(args.ops) if args.ops else None
             if args.out is not None:
-                report.resume(args.out, () if args.resume else args.tools)
+                report.resume(args.out, args.tools, again=not args.resume)
         args.end = began + args.seconds
         failed = run_tools(args, report)
     print(report.table())

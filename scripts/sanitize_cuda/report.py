@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -100,6 +100,8 @@ class Report:
     """By tool, kernels of which it said nothing, of earlier runs too."""
     faulty: defaultdict[str, set[Identity]] = field(default_factory=lambda: defaultdict(set))
     """By tool, kernels of which it said something."""
+    kept: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
+    """By tool and kernel, rows of an earlier run that found something; that tool does not run."""
     runs: list[dict[str, Any]] = field(default_factory=list)
     """Revision, GPU and command of the earlier runs."""
 
@@ -123,6 +125,7 @@ class Report:
                     errors += 1
             found.errors += errors
             if place + 1 == len(cases) and not said.complete:
+                self.faulty[tool].update(self._identities(number))
                 why = own[1] if own else SLOW if said.status is None else BROKEN
                 found.left[why.strip()] += 1
                 continue
@@ -149,47 +152,57 @@ class Report:
             found.setdefault(name.split()[0], []).append(number)
         return found
 
+    def _runs(self, number: int) -> bool:
+        return self.ops is None or self.problems[number][0].split()[0] in self.ops
+
     def passed_over(self, tool: str) -> set[int]:
         """Problems that are not run: a tool was silent in all their kernels, or they are of other
         ops."""
         silent = self.silent.get(tool, set())
         return {
             number
-            for number, (name, _) in enumerate(self.problems)
-            if (self.ops is not None and name.split()[0] not in self.ops)
-            or self._identities(number) <= silent
+            for number in range(len(self.problems))
+            if not self._runs(number) or self._identities(number) <= silent
         }
 
-    def resume(self, path: Path, without: Iterable[str] = ()) -> None:
-        """Count what a record says was silent.
+    def resume(self, path: Path, running: Collection[str], again: bool) -> None:
+        """Count what a record says.
 
         Args:
             path: of a record; without it nothing is known.
-            without: tools of which nothing counts.
+            running: tools that will run.
+            again: they run everything again, not only what the record does not say.
         """
         if not path.exists():
             return
         before = read(path)
-        self.runs = [*before["settings"].get("runs", ()), _run_of(before)]
         known = before["settings"].get("plans", {})
         current = {identity.source for identity in self.identity.values()}
         for tool, masks in before["settings"].get("silent", {}).items():
-            if tool in without:
-                continue
-            self.silent[tool] = {
+            silent = {
                 Identity(source, plan)
                 for source in known.keys() & masks.keys() & current
                 for place, plan in enumerate(_plans(known[source]))
                 if int(masks[source], 16) >> place & 1
             }
-            self.seconds[tool] = before["results"]["seconds"].get(tool, 0.0)
+            for number in range(len(self.problems)):
+                if tool in running and again and self._runs(number):
+                    silent -= self._identities(number)
+            self.silent[tool] = silent
+            if silent:
+                self.runs = [*before["settings"].get("runs", ()), _run_of(before)]
+                self.seconds[tool] = before["results"]["seconds"].get(tool, 0.0)
             for kernel, numbers in self.numbers().items():
                 for number in numbers:
-                    if self._identities(number) <= self.silent[tool]:
+                    if self._identities(number) <= silent:
                         self.reported.add((tool, number))
                         self._ended(tool, kernel, number)
+        for row in before["results"]["rows"]:
+            faults = row["errors"] or row["left"].keys() - {TIME}
+            if faults and row["tool"] not in running:
+                self.kept[row["tool"], row["kernel"]] = row
         for note, count in before["results"]["notes"].items():
-            if note.split(":")[0] in self.silent:
+            if note.split(":")[0] not in running or not again:
                 self.notes[note] += count
 
     def rows(self) -> list[dict[str, Any]]:
@@ -198,7 +211,8 @@ class Report:
             for kernel in self.numbers():
                 self.kernels.setdefault((tool, kernel), Kernel())
         return [
-            {
+            self.kept.get((tool, kernel))
+            or {
                 "tool": tool, "kernel": kernel, "kernels": len(found.plans),
                 "problems": found.problems, "errors": found.errors,
                 "left": dict(found.left + self._untold(tool, kernel)),
@@ -265,7 +279,11 @@ def reasons(left: Mapping[str, int]) -> str:
 def _run_of(record: dict[str, Any]) -> dict[str, Any]:
     """Revision, GPU and command of the run that made a record."""
     gpu = record["machine"].get("gpu", "")
-    return {"revision": record["revision"], "gpu": gpu, "command": record["command"]}
+    sanitizer = record["settings"]["sanitizer"]
+    return {
+        "revision": record["revision"], "gpu": gpu, "sanitizer": sanitizer,
+        "command": record["command"],
+    }  # fmt: skip
 
 
 def _plans(text: str) -> list[str]:

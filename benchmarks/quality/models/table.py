@@ -34,6 +34,7 @@ def embeddings(records: _Records) -> str:
     lines, models = [], []
     for record in records:
         rows = [row for row in record["results"]["rows"] if row.get("on") == "text"]
+        rows = [row for row in rows if "megabytes" in row]
         coded = [row for row in rows if row["what"] == "embeddings"]
         dense = [row for row in rows if coded and row_name(row) == f"weights:{BESIDE}"]
         models += [record["settings"]["model"]] if coded else []

@@ -244,22 +244,28 @@ def verify(
         here = {a: available[f"{prefix}.{a}"] for a, _ in module.named_parameters(recurse=False)}
         module.check_codes(partial(_read, checkpoint, here), prefix)
     for prefix, module in modules.items():
-        if isinstance(module, VQEmbedding) and module.scheme is not None:
-            _check_rows(checkpoint, {key: f"{prefix}.{key}" for key in module.keys}, available)
+        if isinstance(module, VQEmbedding):
+            _check_rows(checkpoint, module, prefix, available)
 
 
 def _check_rows(
-    checkpoint: Checkpoint, names: Mapping[str, str], available: Mapping[str, str]
+    checkpoint: Checkpoint, module: VQEmbedding, prefix: str, available: Mapping[str, str]
 ) -> None:
-    """Raise if a float tensor of an embedding of codes is not finite; names by key."""
-    for key, name in names.items():
-        if name not in available:
+    """Raise if a tensor beside the codes of an embedding is wrong or not finite."""
+    for key in module.keys:
+        if (stored := available.get(f"{prefix}.{key}")) is None:
             continue  # `check_loaded` says so
-        stored = available[name]
-        tensor = tensors_of({key: checkpoint.read(stored)})[key]
+        entry, bytes_ = checkpoint.entries[stored], getattr(module, key)
+        spec = TensorSpec(tuple(bytes_.shape), torch.uint8)
+        validate_tensor(stored, entry.placeholder(), spec, entry.file)
+        _check_finite({key: checkpoint.read(stored)}, stored, entry.file)
+
+
+def _check_finite(rows: Mapping[str, Tensor], name: str, where: str) -> None:
+    """Raise if tensors of rows of codes, by key, are not finite."""
+    for tensor in tensors_of(rows).values():
         if tensor.is_floating_point():
-            spec = TensorSpec(tuple(tensor.shape), tensor.dtype)
-            validate_tensor(stored, tensor, spec, checkpoint.entries[stored].file)
+            validate_tensor(name, tensor, TensorSpec(tuple(tensor.shape), tensor.dtype), where)
 
 
 def _read(checkpoint: Checkpoint, names: Mapping[str, str], attribute: str) -> Tensor:
@@ -373,6 +379,10 @@ def check_values(model: nn.Module, where: str = "") -> None:
             tensor: Tensor = getattr(module, attribute)
             validate_tensor(attribute, tensor, spec, prefix)
         module.check_codes(partial(getattr, module), prefix)
+    for name, embedding in model.named_modules():
+        if isinstance(embedding, VQEmbedding):
+            for key in embedding.keys:
+                _check_finite({key: getattr(embedding, key).detach()}, f"{name}.{key}", where)
 
 
 def storage(model: nn.Module) -> tuple[int, int]:

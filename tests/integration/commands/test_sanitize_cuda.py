@@ -190,7 +190,7 @@ def test_a_record_keeps_other_tools(script, monkeypatch, tmp_path):
     known = identities(script, (1, 2))
     for tool in ("memcheck", "racecheck"):
         report = script.report.Report(problems, known)
-        report.resume(path, [tool])
+        report.resume(path, [tool], again=True)
         report.add(tool, script.report.Said("case 0 linear x\nend\n", 0))
         report.notes[f"{tool}: overflow"] += 1
         report.seconds[tool] = 1.5
@@ -203,8 +203,8 @@ def test_a_record_keeps_other_tools(script, monkeypatch, tmp_path):
     assert [run["command"] for run in record["settings"]["runs"]] == ["--tools memcheck"]
     assert record["complete"] and record["suite"] == script.report.SUITE
     report = script.report.Report(problems, identities(script, (1, 2), "linear/linear 01"))
-    report.resume(path)
-    assert not any(report.silent.values())
+    report.resume(path, [], again=False)
+    assert not any(report.silent.values()) and not report.runs
     assert all(row["left"] == {"no time": 2} for row in report.rows())
 
 
@@ -217,9 +217,13 @@ def test_a_run_goes_on_where_the_last_one_ended(script, monkeypatch, tmp_path):
     }
     report.write(path, "", {"sanitizer": "1"}, "a" * 12)
     again = script.report.Report(report.problems, report.identity)
-    again.resume(path, ["initcheck"])
+    again.resume(path, ["initcheck"], again=True)
     assert not again.kernels
-    again.resume(path)
+    again.resume(path, ["memcheck"], again=False)
+    (row,) = again.kept.values()
+    assert row["errors"] == 1 and row in again.rows()
+    again = script.report.Report(report.problems, report.identity)
+    again.resume(path, ["initcheck"], again=False)
     assert [row["problems"] for row in again.rows()] == [2, 2]
     args = argparse.Namespace(tools=["initcheck"], processes=1, end=time.time() + 60)
     assert script.main.run_tools(args, again)  # 1 is reported again
@@ -235,7 +239,7 @@ def test_kernels_of_another_gpu_count(script, monkeypatch, tmp_path):
     for gpu, plans in ("A", (0, 1, 2)), ("B", (1, 2, 3)), ("A", (0, 1, 2)):
         problems = [(f"linear {n} x 3", frozenset({n})) for n in plans]
         report = script.report.Report(problems, known)
-        report.resume(path)
+        report.resume(path, ["racecheck"], again=False)
         passed = report.passed_over("racecheck")
         said = "".join(f"case {n} linear x\n" for n in range(3) if n not in passed)
         report.add("racecheck", script.report.Said(f"{said}end\n", 0))
@@ -314,7 +318,7 @@ def test_a_run_of_some_ops_keeps_the_rows_of_others(script, monkeypatch, tmp_pat
     for number, op in enumerate(("linear", "vptq")):
         report = script.report.Report(problems, known, frozenset({op}))
         assert report.passed_over("memcheck") == {1 - number}
-        report.resume(path)
+        report.resume(path, ["memcheck"], again=True)
         report.add("memcheck", script.report.Said(f"case {number} {op} x\nend\n", 0))
         report.seconds["memcheck"] = 1.0
         report.write(path, op, {"sanitizer": "1"})

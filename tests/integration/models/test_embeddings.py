@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from hf_vq.errors import VQConfigError, VQFormatError, VQSchemeError
-from hf_vq.evaluation.storage import model_storage
+from hf_vq.evaluation.storage import file_storage, model_storage, read_headers
 from hf_vq.formats import coded_rows, integers
 from hf_vq.formats.integers import decode_rows, encode_rows, row_bytes
 from hf_vq.formats.universal import universal_mse
@@ -164,9 +164,13 @@ def test_codes_cast_move_and_copy(dense, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_VQ_VERIFY", "0")
     with pytest.raises(VQFormatError, match=r"model\.embed_tokens\.scale.*(NaN|finite)"):
         LOAD(tmp_path)
+    tensors["model.embed_tokens.scale"] = tensors["model.embed_tokens.scale"][:, :1].contiguous()
+    save_file(tensors, path, metadata)
+    with pytest.raises(VQFormatError, match=r"model\.embed_tokens\.scale"):
+        LOAD(tmp_path)
 
 
-def test_a_count_of_parameters_is_of_the_dense_model(dense):
+def test_a_count_of_parameters_is_of_the_dense_model(dense, tmp_path):
     count = LOAD(dense("llama-tied")).num_parameters()
     without = LOAD(dense("llama-tied")).num_parameters(exclude_embeddings=True)
     for kind in ("int8", "turboquant-6"):
@@ -175,6 +179,12 @@ def test_a_count_of_parameters_is_of_the_dense_model(dense):
         assert model.num_parameters(exclude_embeddings=True) == without
         storage = model_storage(model)
         assert storage.weights + sum(kind.weights for kind in storage.kept.values()) == count
+        if kind in coded_rows.KINDS:
+            model.save_pretrained(tmp_path)
+            config = model.config.quantization_config
+            filed = file_storage(read_headers(str(tmp_path)), config.stored_scheme)
+            assert filed.bits_per_parameter == storage.bits_per_parameter
+            assert filed.kept.keys() == storage.kept.keys()
 
 
 @pytest.mark.parametrize("kind", ["int8", "turboquant-6"])
@@ -187,6 +197,8 @@ def test_offloaded_to_the_disk_and_to_memory(dense, tmp_path, kind):
     away = LOAD(tmp_path / "model", device_map=places, offload_folder=tmp_path / "away")
     for _ in range(2):
         assert torch.equal(logits(away), expected)
+    with pytest.raises(VQConfigError, match=r"model\.embed_tokens: its codes are offloaded"):
+        away.dequantize()
     accelerate.cpu_offload(model)
     assert torch.equal(logits(model), expected)
 
