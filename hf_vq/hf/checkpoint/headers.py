@@ -251,7 +251,7 @@ def verify(
 def _check_rows(
     checkpoint: Checkpoint, module: VQEmbedding, prefix: str, available: Mapping[str, str]
 ) -> None:
-    """Raise if a tensor beside the codes of an embedding is wrong or not finite."""
+    """Raise if a tensor of an embedding of codes is wrong or not finite."""
     for key in module.keys:
         if (stored := available.get(f"{prefix}.{key}")) is None:
             continue  # `check_loaded` says so

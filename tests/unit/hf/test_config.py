@@ -90,7 +90,7 @@ def test_it_lives_in_a_model_config(tmp_path):
         ({"modules_to_not_convert": [""]}, "list of names"),
         ({"modules_to_not_convert": ["("]}, "regular expression"),
         ({"quant_method": "gptq"}, "another library"),
-        ({"format_version": 5}, "pip install -U hf_vq"),
+        ({"format_version": module.FORMAT_VERSION + 1}, "pip install -U hf_vq"),
         ({"format_version": "1"}, "format_version must be an integer"),
         ({"provenance": "me"}, "provenance must be a dict"),
         ({"provenance": {"relative_error": [1]}}, "relative_error"),
