@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..errors import VQSchemeError
 from .catalog import WEIGHT_SCHEMES
+from .integers import row_bytes
 from .scheme import VQScheme
 from .tensors import tensor_specs
 
@@ -29,22 +30,23 @@ OF_ROWS = ("codes", "scale")  # which have a part for each row
 _HALVES = ("scale", "codebook")
 
 
-def scheme_of(kind: str) -> VQScheme:
-    """The scheme of one of `KINDS`, with one scale for a row: scales of groups cost more than they
-    give."""
-    return replace(WEIGHT_SCHEMES[kind], scale_group=0)
+def scheme_of(kind: str) -> VQScheme | None:
+    """The scheme of rows, with one scale for each; None of integers."""
+    return replace(WEIGHT_SCHEMES[kind], scale_group=0) if kind in KINDS else None
 
 
 def row_shapes(
     kind: str, rows: int, features: int, where: str = "the embedding"
 ) -> dict[str, tuple[int, ...]]:
-    """The shape of each tensor of bytes, by key; codes first.
+    """The shape of each tensor of bytes, by key, codes first; of integers the only one.
 
     Raises:
         VQSchemeError: the rows cannot be stored.
     """
+    if (scheme := scheme_of(kind)) is None:
+        return {"codes": (rows, row_bytes(kind, features, where))}
     try:
-        found = tensor_specs(scheme_of(kind), rows, features, where=where)
+        found = tensor_specs(scheme, rows, features, where=where)
     except VQSchemeError as error:
         raise VQSchemeError(f"{error} Or use embeddings='int8'.") from error
     return {

@@ -38,7 +38,8 @@ QUANT_METHODS = (QUANT_METHOD, "vq")
 """Methods that are read; "vq" is that of files from before 27 November 2026."""
 
 FORMAT_VERSION = 5
-"""The newest that is read. 1 has one scheme; 2 has `layers` or `layouts`; 3 has QoQ's format."""
+"""The newest that is read. 1 has one scheme; 2 `layers` or `layouts`; 3 QoQ's format; 4 scaled
+schemes; 5 embeddings of codes."""
 
 CANDIDATES = ("vq-2", "vq-3", "vq-4")
 _OF_BITS = ("turboquant-1", *CANDIDATES, *(f"turboquant-{bits}" for bits in (5, 6, 7, 8)))

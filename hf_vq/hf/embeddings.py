@@ -12,8 +12,7 @@ from .. import patches
 from ..errors import VQConfigError
 from ..fit import fit_weight, fixed_tensors
 from ..formats.coded_rows import row_shapes, scheme_of, stored_rows
-from ..formats.integers import KINDS as INTEGERS
-from ..formats.integers import encode_rows, row_bytes
+from ..formats.integers import encode_rows
 from ..nn.embedding import VQEmbedding, VQTiedHead
 from .tensor_parallel import ranks
 
@@ -37,8 +36,9 @@ def replace_embedding(model: Any, kind: str, seed: int = 0) -> None:
     old, head, new = _stored(model, kind, seed)
     put_module(model, old, new)
     if head is not None:
-        put_module(model, head, of_codes := VQTiedHead(new))
-        _tie(model, new, of_codes)
+        tied = VQTiedHead(new)
+        put_module(model, head, tied)
+        _tie(model, new, tied)
     resize = partial(_resize_token_embeddings, model)
     patches.override(model, "resize_token_embeddings", resize)
 
@@ -151,15 +151,11 @@ def encode(dense: Tensor, kind: str, where: str, seed: int = 0) -> dict[str, Ten
         VQSchemeError: its rows cannot be stored.
         VQFormatError: it is not finite.
     """
-    if kind in INTEGERS:
-        if dense.is_meta:
-            size = len(dense), row_bytes(kind, dense.shape[1], where)
-            return {"codes": torch.empty(size, dtype=torch.uint8, device="meta")}
-        return {"codes": torch.cat([encode_rows(x, kind, where) for x in dense.split(_ROWS)])}
     shapes = row_shapes(kind, len(dense), dense.shape[1], where)
     if dense.is_meta:
         return {k: torch.empty(s, dtype=torch.uint8, device="meta") for k, s in shapes.items()}
-    scheme = scheme_of(kind)
+    if (scheme := scheme_of(kind)) is None:
+        return {"codes": torch.cat([encode_rows(x, kind, where) for x in dense.split(_ROWS)])}
     fixed = fixed_tensors(scheme, dense.shape[1], seed, device=dense.device)
     return stored_rows({**fixed, **fit_weight(dense, scheme, where=where).tensors})
 

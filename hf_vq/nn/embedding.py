@@ -53,7 +53,7 @@ class _Rows(nn.Module):
 
     def _hold(self, kind: str, features: int, stored: Mapping[str, nn.Parameter | None]) -> None:
         self.kind, self.features = kind, features
-        self.scheme = coded_rows.scheme_of(kind) if kind in coded_rows.KINDS else None
+        self.scheme = coded_rows.scheme_of(kind)
         self.keys = tuple(stored)[1:]
         for key, parameter in stored.items():
             self.register_parameter("weight" if key == "codes" else key, parameter)

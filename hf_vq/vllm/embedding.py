@@ -10,9 +10,8 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.utils import set_weight_attrs
 
 from .. import ops
-from ..formats.coded_rows import KINDS as CODES
 from ..formats.coded_rows import OF_ROWS, row_shapes, scheme_of, tensors_of
-from ..formats.integers import decode_rows, row_bytes
+from ..formats.integers import decode_rows
 from ..nn.embedding import head_product
 
 
@@ -26,7 +25,7 @@ class VQEmbeddingMethod(QuantizeMethodBase):
 
     def __init__(self, kind: str, where: str) -> None:
         self.kind, self.where = kind, where
-        self.scheme = scheme_of(kind) if kind in CODES else None
+        self.scheme = scheme_of(kind)
 
     def create_weights(
         self,
@@ -45,10 +44,7 @@ class VQEmbeddingMethod(QuantizeMethodBase):
             VQSchemeError: rows of this length cannot be stored.
         """
         self.features, rows = input_size, sum(output_partition_sizes)
-        if self.scheme is not None:
-            shapes = row_shapes(self.kind, rows, input_size, self.where)
-        else:
-            shapes = {"codes": (rows, row_bytes(self.kind, input_size, self.where))}
+        shapes = row_shapes(self.kind, rows, input_size, self.where)
         self.keys = tuple(shapes)[1:]
         for key, shape in shapes.items():
             split = {"input_dim": 1, "output_dim": 0} if key in OF_ROWS else {}

@@ -101,7 +101,7 @@ class Report:
     faulty: defaultdict[str, set[Identity]] = field(default_factory=lambda: defaultdict(set))
     """By tool, kernels of which it said something."""
     kept: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
-    """By tool and kernel, rows of an earlier run that found something; that tool does not run."""
+    """By tool and kernel, rows of an earlier run that found something, and are not run again."""
     runs: list[dict[str, Any]] = field(default_factory=list)
     """Revision, GPU and command of the earlier runs."""
 
@@ -126,6 +126,7 @@ class Report:
             found.errors += errors
             if place + 1 == len(cases) and not said.complete:
                 self.faulty[tool].update(self._identities(number))
+                self.silent.get(tool, set()).difference_update(self.faulty[tool])
                 why = own[1] if own else SLOW if said.status is None else BROKEN
                 found.left[why.strip()] += 1
                 continue
@@ -199,7 +200,8 @@ class Report:
                         self._ended(tool, kernel, number)
         for row in before["results"]["rows"]:
             faults = row["errors"] or row["left"].keys() - {TIME}
-            if faults and row["tool"] not in running:
+            runs = row["tool"] in running and (self.ops is None or row["kernel"] in self.ops)
+            if faults and not runs:
                 self.kept[row["tool"], row["kernel"]] = row
         for note, count in before["results"]["notes"].items():
             if note.split(":")[0] not in running or not again:
@@ -210,6 +212,8 @@ class Report:
         for tool in {tool for tool, _ in self.kernels}:
             for kernel in self.numbers():
                 self.kernels.setdefault((tool, kernel), Kernel())
+        for pair in self.kept:
+            self.kernels.setdefault(pair, Kernel())
         return [
             self.kept.get((tool, kernel))
             or {

@@ -31,20 +31,25 @@ def weights(records: _Records) -> str:
 
 def embeddings(records: _Records) -> str:
     """Size and KL divergence of the models whose embeddings were measured."""
-    lines, models = [], []
+    measured: dict[str, list[dict[str, Any]]] = {}
     for record in records:
         rows = [row for row in record["results"]["rows"] if row.get("on") == "text"]
         rows = [row for row in rows if "megabytes" in row]
         coded = [row for row in rows if row["what"] == "embeddings"]
-        dense = [row for row in rows if coded and row_name(row) == f"weights:{BESIDE}"]
-        models += [record["settings"]["model"]] if coded else []
-        for row in (*dense, *coded):
-            name = f"`{row['name']}`" if row in coded else "dense, float32"
-            lines.append([name, f"{row['megabytes']:.1f}", significant(row["kld"])])
-    if not lines:
+        dense = [row for row in rows if row_name(row) == f"weights:{BESIDE}"]
+        if coded:
+            measured[record["settings"]["model"]] = [*dense, *coded]
+    if not measured:
         return "Not measured: `python -m benchmarks quality-models .. --rows 'embeddings:*'`."
+    lines = []
+    for model, rows in measured.items():
+        for row in rows:
+            name = f"`{row['name']}`" if row["what"] == "embeddings" else "dense, float32"
+            of = "" if len(measured) == 1 else f"{model}: "
+            lines.append([of + name, f"{row['megabytes']:.1f}", significant(row["kld"])])
     table = markdown_table(["embedding", "MB in all", "KL divergence"], lines)
-    return f"{table}\n\n{', '.join(models)}, `{BESIDE}`, `activations=None`; see [above](#quality)."
+    which = f"{', '.join(measured)}, `{BESIDE}`, `activations=None`"
+    return f"{table}\n\n{which}; see [above](#quality)."
 
 
 def caches(records: _Records) -> str:

@@ -222,6 +222,9 @@ def test_a_run_goes_on_where_the_last_one_ended(script, monkeypatch, tmp_path):
     again.resume(path, ["memcheck"], again=False)
     (row,) = again.kept.values()
     assert row["errors"] == 1 and row in again.rows()
+    others = script.report.Report(report.problems, report.identity, frozenset({"vptq"}))
+    others.resume(path, ["initcheck"], again=True)
+    assert row in others.rows()  # faults of ops that do not run stay
     again = script.report.Report(report.problems, report.identity)
     again.resume(path, ["initcheck"], again=False)
     assert [row["problems"] for row in again.rows()] == [2, 2]

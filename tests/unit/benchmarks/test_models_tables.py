@@ -50,6 +50,26 @@ def test_weights_have_a_column_for_each_model(both):
     assert "quality-models MODEL_DIR --text TEXT --rows .. --tokens 4096`" in lines[-1]
 
 
+def test_embeddings_name_their_model_where_there_are_several(both):
+    assert models.embeddings(both).startswith("Not measured")
+    for one in both:
+        rows = one["results"]["rows"]
+        rows[1]["megabytes"] = 169.4
+        rows += [
+            row("embeddings", "int8", 0.26, 4.2, on="text", megabytes=84.6),
+            row("embeddings", "int8", 0.5, 4.2, on="chat", megabytes=84.6),
+            {"what": "embeddings", "name": "int4", "failed": "no"},
+        ]
+    assert models.embeddings(both[:1]).splitlines()[2:] == [
+        "| dense, float32 | 169.4 | 0.250 |",
+        "| `int8` | 84.6 | 0.260 |",
+        "",
+        "one, `vq-4`, `activations=None`; see [above](#quality).",
+    ]
+    lines = models.embeddings(both).splitlines()
+    assert [line.split(":")[0] for line in lines[2:6]] == ["| one", "| one", "| other", "| other"]
+
+
 def test_caches_say_what_was_scored(both):
     shown = models.caches(both)
     assert "| `u4` | 4.12-4.25 | 0.00310 | 0.000700 |" in shown
