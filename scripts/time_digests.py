@@ -4,7 +4,7 @@
     python scripts/time_digests.py [--layers 12] [--rounds 5] [--out RECORD]
 
 The script loads a random `vq-4` model of Llama-3-8B's shape with few layers to the CPU, and to a
-GPU if there is one. Runs with HF_VQ_VERIFY=0 and 1 are interleaved in one process, after one
+GPU if there is one. Runs with HF_VQ_VERIFY=0 and 1 take turns in one process, after one
 warm-up load. It also measures a lower bound of every comparison: reading each byte of the mapped
 files once, with one thread per core.
 """
@@ -12,6 +12,7 @@ files once, with one thread per core.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -51,13 +52,16 @@ def save(folder: Path, layers: int, size: int, device: str) -> None:
 
 
 def load(folder: Path, device: str, verify: str) -> float:
-    """Seconds of `from_pretrained`."""
+    """Seconds of `from_pretrained`, as in a process that has no other model."""
     os.environ[env.VERIFY.name] = verify
     start = time.perf_counter()
-    AutoModelForCausalLM.from_pretrained(folder, device_map=device)
+    model = AutoModelForCausalLM.from_pretrained(folder, device_map=device)
     if device == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter() - start
+    took = time.perf_counter() - start
+    del model
+    gc.collect()  # or the memory of a GPU would be asked for while the last model still has its own
+    return took
 
 
 def read(files: list[Path]) -> float:
@@ -90,7 +94,7 @@ def main() -> int:
         for number in range(args.rounds + 1):
             found = {("", ""): read(files)}
             for device in ("cpu", "cuda") if gpu else ("cpu",):
-                for verify in ("0", "1"):
+                for verify in ("0", "1") if number % 2 else ("1", "0"):
                     found[device, verify] = load(folder, device, verify)
             print(number, {"".join(kind): round(took, 3) for kind, took in found.items()})
             for kind, took in found.items() if number else ():  # the first fills caches

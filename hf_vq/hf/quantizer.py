@@ -42,6 +42,7 @@ from .checkpoint.integrity import check, is_variant, take_record
 from .checkpoint.new_parts import is_new, is_outside
 from .checkpoint.provenance import record
 from .checkpoint.save import install_saving, remove_saving
+from .checkpoint.sizes import check_layers
 from .config import QUANT_METHODS, VQConfig
 from .embeddings import check_embedding, embeddings_of, replace_embedding, restore_embedding
 from .explain import warn_of_slow_layers
@@ -58,6 +59,7 @@ logger = logging.get_logger("hf_vq")
 _CALIBRATION = "calibration.layerwise:WeightCalibration"
 _ACTIVATIONS = "calibration.activations:ActivationPass"
 """Named by strings and imported only when a model is quantized: they are a layer above."""
+_DIFFUSERS = "hf.in_memory.diffusers_quantizer:register"
 
 
 class VQHfQuantizer(HfQuantizer):
@@ -87,6 +89,11 @@ class VQHfQuantizer(HfQuantizer):
         self._heads: dict[str, Any] = {}  # dense layers that may turn out to be new
         self._recorded = take_record(self.quantization_config)
         self._check: digests.Check | None = None
+
+    def update_attn_implementation(self, config: Any) -> Any:
+        """The config, once it is known that its model can be made."""
+        check_layers(config, "config.json")
+        return config
 
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
@@ -482,8 +489,7 @@ def _is_offloaded(module: torch.nn.Module) -> bool:
 
 
 def register() -> None:
-    """Tell Transformers, and diffusers once imported, about `quant_method: "hf_vq"`; may be called
-    again, e.g. after a reload."""
+    """Tell Transformers and diffusers about `quant_method: "hf_vq"`, also again after a reload."""
     for table, add, kind in (
         (auto.AUTO_QUANTIZATION_CONFIG_MAPPING, auto.register_quantization_config, VQConfig),
         (auto.AUTO_QUANTIZER_MAPPING, auto.register_quantizer, VQHfQuantizer),
@@ -491,10 +497,4 @@ def register() -> None:
         for method in QUANT_METHODS:
             table.pop(method, None)  # of hf_vq_autoload, or of an earlier call
             add(method)(kind)
-    patches.when_imported("diffusers.quantizers.auto", _register_with_diffusers)
-
-
-def _register_with_diffusers() -> None:
-    from .in_memory.diffusers_quantizer import register
-
-    register()
+    patches.when_imported("diffusers.quantizers.auto", lambda: load(_DIFFUSERS)())

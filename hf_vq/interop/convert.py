@@ -38,6 +38,7 @@ from ..hf.calibration_options import AUTO, leave_out_activations
 from ..hf.checkpoint.atomic_dir import replacing
 from ..hf.checkpoint.headers import Checkpoint
 from ..hf.checkpoint.integrity import record
+from ..hf.checkpoint.sizes import check_layers
 from ..hf.config import VQConfig
 from ..nn.experts import holds_experts
 from ..nn.linear import attribute_of
@@ -331,8 +332,11 @@ def _empty(folder: Path) -> Any:
         config = AutoConfig.from_pretrained(folder)
         if hasattr(config, "quantization_config"):
             del config.quantization_config
+        check_layers(config, str(folder / "config.json"))
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
+    except VQFormatError:
+        raise
     except Exception as error:  # a config.json of nonsense may raise anything there
         raise VQConfigError(
             f"{folder / 'config.json'} is not of a model that Transformers can make "

@@ -30,8 +30,9 @@ SCHEMES = ("u4", "u3", "u2", "k4v2", "nomad-u4", "qserve-kv4", "turboquant-4", "
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Codes that are ties in float32 may be either; a row of another token is wrong by its whole length.
 TIE = 1.02
-# Of a step of attention, against the largest value: queries and tables are rounded to 8 bits.
-ATTENTION = 0.03
+# Of a step of attention: standard deviations of what rounding queries to 8 bits does, and of the
+# largest value, what tables and weights of 8 to 16 bits do.
+DEVIATIONS, ATTENTION = 12, 0.01
 
 
 @dataclass
@@ -132,10 +133,16 @@ class Life:
         scores = query.double() @ k.transpose(2, 3) / self.dim**0.5
         if mask is not None:
             scores = scores.masked_fill(~mask, -torch.inf)
-        exact = scores.softmax(-1) @ v
-        error = (out.double() - exact).abs().max() / v.abs().max()
-        if not error < ATTENTION:
-            raise Finding("attention diverges", f"by {error:.3g} of the largest value; {self.said}")
+        weights = scores.softmax(-1)
+        exact = weights @ v
+        # Numbers of a query are rounded to 127 steps of its largest one: by 1 / sqrt(12) of a step.
+        step = query.double().abs().amax(-1, keepdim=True) / 127 / 12**0.5
+        logits = step * k.norm(dim=-1)[:, :, None] / self.dim**0.5
+        moved = (weights * logits)[..., None] * (v[:, :, None] - exact[:, :, :, None])
+        allowed = DEVIATIONS * moved.norm(dim=-2) + ATTENTION * v.abs().max()
+        error = ((out.double() - exact).abs() / allowed).max()
+        if not error < 1:
+            raise Finding("attention diverges", f"{error:.3g} of what is allowed; {self.said}")
 
     def seen(self, side: str) -> Tensor:
         """Expected keys or values for a query after the last token."""

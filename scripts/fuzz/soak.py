@@ -19,6 +19,7 @@ Python integers (32 bytes each) per tensor that is read; the record has the numb
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import os
 import random
 import resource
@@ -101,6 +102,7 @@ def round_of(rng: random.Random, saved: dict[str, Path], device: str) -> int:
 
 def soak(seconds: float, seed: int, device: str) -> dict[str, Any]:
     """The row of one process."""
+    faulthandler.enable()  # a process that dies of a signal says where
     register()
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity(60)

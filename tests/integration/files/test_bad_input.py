@@ -202,6 +202,14 @@ def test_config_json(broken, change, says):
             load(folder)
 
 
+def test_more_layers_than_can_be_made(quantized, tmp_path):
+    shutil.copytree(quantized("llama", "vq-4"), tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1 << 31}))
+    with pytest.raises(VQFormatError, match="num_hidden_layers is 2147483648"):
+        LOAD(tmp_path)
+
+
 def test_a_layer_outside_the_base_model_is_not_taken_for_a_new_head(tmp_path):
     sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 16}
     config = BertConfig(hidden_size=32, intermediate_size=32, vocab_size=50, **sizes)

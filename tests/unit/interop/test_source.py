@@ -115,6 +115,7 @@ def test_json_of_nonsense(folder, text):
 @pytest.mark.parametrize(
     "model",
     [{}, {"model_type": 7}, {"model_type": "llama", "hidden_size": "x"}, {"model_type": ["llama"]},
+     {"model_type": "llama", "num_hidden_layers": 1 << 31},
      {"model_type": "llama", "num_hidden_layers": 1, "hidden_size": 8, "vocab_size": 8,
       "intermediate_size": 8, "num_attention_heads": 2, "num_key_value_heads": 2}],
 )  # fmt: skip
