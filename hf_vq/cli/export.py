@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import VQConfigError
-from ..interop.export import GROUPS, TYPES
+from ..interop.export import TYPES
 from .arguments import add_loading, add_verb, check_out, dtype_of, tokenizer_or_none, writing
 
 FORMATS = ("dense", "gguf", "gptq")
@@ -26,12 +26,6 @@ def add_export(verbs: Any) -> argparse.ArgumentParser:
     verb.add_argument("out", metavar="OUT", help="directory to write, with --to gguf a file")
     verb.add_argument("--to", choices=FORMATS, default="dense", help="default: %(default)s")
     verb.add_argument("--type", choices=TYPES, help="of matrices, with --to gguf (default: q8_0)")
-    verb.add_argument(
-        "--group",
-        type=int,
-        choices=GROUPS,
-        help="weights that share a scale, with --to gptq (default: the most that fit all layers)",
-    )
     verb.add_argument(
         "--calibration",
         metavar="TEXT",
@@ -54,7 +48,7 @@ def _export(args: argparse.Namespace) -> None:
     from ..interop.export.gguf_file import architecture, library
     from ..nn.replace import vq_modules
 
-    for option, kind in (("type", "gguf"), ("group", "gptq"), ("calibration", "gptq")):
+    for option, kind in (("type", "gguf"), ("calibration", "gptq")):
         if getattr(args, option) is not None and args.to != kind:
             raise VQConfigError(f"--{option} is for --to {kind}.")
     out = _out_file(args) if args.to == "gguf" else check_out(args)
@@ -106,7 +100,7 @@ def _write(
     with replacing(out) as folder:
         if args.to == "gptq":
             hessians = _hessians(args, model, tokenizer, coded)
-            group, count = write_gptq(model, coded, folder, args.group, hessians)
+            group, count = write_gptq(model, coded, folder, hessians=hessians)
             said = f"{count} layers in 4 bits, a scale for each {group} weights, in {out}"
         else:
             model.save_pretrained(folder)
@@ -120,7 +114,7 @@ def _write(
 def _hessians(
     args: argparse.Namespace, model: Any, tokenizer: Any, coded: list[str]
 ) -> Iterable[dict[str, Any]]:
-    """Those of the layers, block by block; none without a text or a tokenizer."""
+    """Hessians of the layers, block by block; none without a text or a tokenizer."""
     from ..calibration.hessians import by_block
     from ..evaluation.recoding import calibration_tokens
 

@@ -31,7 +31,7 @@ _CURE = "Use --to dense, and llama.cpp's convert_hf_to_gguf.py on OUT."
 
 @dataclass(frozen=True)
 class Architecture:
-    """What llama.cpp expects of one class of Transformers.
+    """The form in which llama.cpp expects one class of Transformers.
 
     Args:
         name: in GGUF.
@@ -80,7 +80,7 @@ def library() -> ModuleType:
 
 
 def architecture(model: Any) -> Architecture:
-    """What llama.cpp calls the model's class.
+    """Find what llama.cpp expects of the model's class.
 
     Raises:
         VQConfigError: this class, or an option of its config, is not written here.
@@ -90,12 +90,12 @@ def architecture(model: Any) -> Architecture:
     if found is None:
         raise VQConfigError(f"--to gguf writes {', '.join(ARCHITECTURES)}, not {kind}. {_CURE}")
     rope = getattr(config, "rope_parameters", None) or {}
-    turned = ("default", "linear", "llama3") if found.frequencies else ("default",)
+    types = ("default", "linear", "llama3") if found.frequencies else ("default",)
     refused = {
         "sliding windows": "sliding_attention" in (getattr(config, "layer_types", None) or ())
         or (kind == "MistralForCausalLM" and config.sliding_window is not None),
         f"hidden_act={config.hidden_act!r}": config.hidden_act != "silu",
-        f"rope_type={rope.get('rope_type')!r}": rope.get("rope_type") not in turned,
+        f"rope_type={rope.get('rope_type')!r}": rope.get("rope_type") not in types,
         "RoPE on a part of the channels": rope.get("partial_rotary_factor") not in (None, 1.0),
     }
     for what, given in refused.items():
@@ -157,7 +157,7 @@ def _write(gguf: ModuleType, writer: Any, each: _Stored) -> None:
 
 
 def _add_facts(gguf: ModuleType, writer: Any, model: Any, kind: str) -> None:
-    """What llama.cpp asks for besides tensors and tokenizer."""
+    """Add the metadata that llama.cpp asks for besides the tokenizer."""
     config = model.config
     head_dim = _head_dim(config)
     writer.add_type("model")

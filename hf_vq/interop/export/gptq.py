@@ -88,7 +88,8 @@ def write_gptq(
             f"a number of outputs that {_PER_WORD} divides, and {type(model).__name__} has none "
             "that holds codes. Use --to dense."
         )
-    progress = Progress("GPTQ", sum(layer.weight.numel() for layer in coded.values()))
+    advice = "--calibration none rounds to the nearest, which is faster and loses more."
+    progress = Progress("GPTQ", sum(layer.weight.numel() for layer in coded.values()), advice)
     packed: dict[str, dict[str, Tensor]] = {}
     for found in chain(hessians, [dict.fromkeys(coded)]):  # at last, those that no block has
         for name in [name for name in found if name in coded and name not in packed]:
@@ -180,7 +181,7 @@ def _fits(layer: nn.Module, group: int) -> bool:
 
 
 def _config(model: nn.Module, coded: dict[str, nn.Module], group: int) -> dict[str, Any]:
-    """What readers ask for; linear layers besides the head that are not coded are excepted."""
+    """The quantization config; linear layers besides the head that are not coded are excepted."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     dense = [
         name

@@ -10,7 +10,7 @@
 namespace hf_vq {
 namespace {
 
-// Windows has no aligned_alloc, and its memory is freed in a way of its own.
+// Windows has no aligned_alloc, and frees such memory by another function.
 #if defined(_WIN32)
 inline void* allocate_aligned(size_t alignment, size_t bytes) { return _aligned_malloc(bytes, alignment); }
 inline void free_aligned(void* memory) { _aligned_free(memory); }

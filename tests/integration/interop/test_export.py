@@ -371,7 +371,7 @@ def test_the_packaged_text_is_taken(coded, tmp_path, capsys):
 def test_options_of_other_formats_are_errors(coded, tmp_path, capsys):
     command = ["export", str(coded), str(tmp_path / "out")]
     assert main([*command, "--type", "q8_0"]) == 2
-    assert main([*command, "--to", "gguf", "--group", "64"]) == 2
+    assert main([*command, "--to", "gguf", "--calibration", "none"]) == 2
     assert main([*command[:2], str(tmp_path), "--to", "gguf"]) == 2
     assert "one file" in capsys.readouterr().err
 
