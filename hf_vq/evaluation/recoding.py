@@ -1,4 +1,4 @@
-"""What encoding a model again costs: its predictions before and after, on one text."""
+"""The cost of encoding a model again: its predictions before and after, on one text."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def write_gguf(model: Any, tokenizer: Any, path: Path, kind: str = "q8_0") -> No
         kind: of `export.TYPES`.
 
     Raises:
-        VQConfigError: llama.cpp would not read the model or its tokenizer as they are.
+        VQConfigError: llama.cpp would read another model or tokenizer.
     """
     gguf = library()
     built = architecture(model)
