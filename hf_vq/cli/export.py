@@ -29,8 +29,8 @@ def add_export(verbs: Any) -> argparse.ArgumentParser:
     verb.add_argument(
         "--calibration",
         metavar="TEXT",
-        help="what --to gptq feeds errors back on, a file or a data set; none rounds to the "
-        "nearest (default: a packaged text)",
+        help="what --to gptq feeds errors back on, which takes long on a CPU: a file, a data set, "
+        "or the word default, a packaged text (without: rounded to the nearest)",
     )
     add_loading(verb)
     verb.add_argument("--force", action="store_true", help="replace OUT if it exists")
@@ -118,6 +118,6 @@ def _hessians(
     from ..calibration.hessians import by_block
     from ..evaluation.recoding import calibration_tokens
 
-    if tokenizer is None or args.calibration == "none":
+    if tokenizer is None or args.calibration is None:
         return ()
     return by_block(model, coded, calibration_tokens(model, tokenizer, args.calibration))

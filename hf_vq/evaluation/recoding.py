@@ -67,16 +67,16 @@ class Recoding:
         )
 
 
-def calibration_tokens(model: Any, tokenizer: Any, text: str | None = None) -> torch.Tensor:
+def calibration_tokens(model: Any, tokenizer: Any, text: str) -> torch.Tensor:
     """Token ids [sequences, tokens] to calibrate a format on; none of them are measured on.
 
     Args:
-        text: as in `calibration`'s options; None is the packaged text without its end.
+        text: as in `calibration`'s options; `SHIPPED` without its end.
 
     Raises:
         VQError: the text is too short, or there is none.
     """
-    words = _packaged()[0] if text is None else find_text(text, CPU_TOKENS * 12)[0]
+    words = _packaged()[0] if text == SHIPPED else find_text(text, CPU_TOKENS * 12)[0]
     context = context_of(model, None)
     return sequences_of(model, words, tokenizer, CPU_TOKENS, context, 0, False)
 

@@ -88,7 +88,7 @@ def write_gptq(
             f"a number of outputs that {_PER_WORD} divides, and {type(model).__name__} has none "
             "that holds codes. Use --to dense."
         )
-    advice = "--calibration none rounds to the nearest, which is faster and loses more."
+    advice = "Without --calibration, weights are rounded to the nearest at once."
     progress = Progress("GPTQ", sum(layer.weight.numel() for layer in coded.values()), advice)
     packed: dict[str, dict[str, Tensor]] = {}
     for found in chain(hessians, [dict.fromkeys(coded)]):  # at last, those that no block has

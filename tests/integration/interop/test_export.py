@@ -26,6 +26,7 @@ from transformers import (
 
 import hf_vq
 from hf_vq import VQConfig, VQConfigError, VQFormatError
+from hf_vq.calibration.hessians import by_block
 from hf_vq.cli import main
 from hf_vq.evaluation.recoding import Recoding
 from hf_vq.interop.export import TYPES
@@ -382,3 +383,32 @@ def test_an_unchanged_model_costs_nothing(coded, tokenizer):
     recoding = Recoding(model, tokenizer)
     found = recoding.cost()
     assert abs(found.kld) < 1e-6 and found.top1 == 100
+
+
+def test_errors_are_fed_back(coded, tmp_path, capsys):
+    """What a text says of the inputs lowers the divergence of the same bits."""
+    found = []
+    for options in ([], ["--calibration", "default"]):
+        out = tmp_path / f"out{len(options)}"
+        assert main(["export", str(coded), str(out), "--to", "gptq", *options]) == 0
+        found.append(float(re.search(r"codes (\S+)", capsys.readouterr().out)[1]))
+    assert found[1] < found[0]
+
+
+def test_hessians_are_of_each_block_as_it_became(tokenizer):
+    """Those of a later block see what became of the blocks before it."""
+    model = tiny()
+    ids = torch.arange(64).reshape(2, 32)
+    names = [f"model.layers.{index}.mlp.down_proj" for index in range(2)]
+    inputs: list[torch.Tensor] = []
+    walk = by_block(model, names, ids)
+    next(walk)
+    with torch.no_grad():
+        model.get_submodule(names[0]).weight.mul_(3)
+    (found,) = next(walk).values()
+    hook = model.get_submodule(names[1]).register_forward_pre_hook(lambda _, a: inputs.append(a[0]))
+    with torch.no_grad():
+        model(ids)
+    hook.remove()
+    rows = inputs[0].flatten(0, 1)
+    torch.testing.assert_close(found, rows.T @ rows / len(rows))
