@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..nn.experts import expert_output, holds_experts, projections_of, routed
-from .blocks import replace_forward
+from .blocks import Blocks, find_blocks, replace_forward
 
 SHRINKAGE = 0.5
 """Weight of the pooled Hessian in each expert's, in tokens per input feature: an expert with few
@@ -207,3 +207,31 @@ class Listener:
             self.weights[name][index] += squares
 
         y.register_hook(count_gradient)
+
+
+@torch.no_grad()
+def by_block(model: Any, names: list[str], sequences: Tensor) -> Iterator[dict[str, Tensor]]:
+    """Yield the Hessians of the layers of each block, by name.
+
+    The inputs of a block are the outputs of the one before, as it is when the next is asked for: by
+    then its weights may have been replaced.
+
+    Args:
+        names: of linear layers; those outside the model's blocks, and those that no token reaches,
+            are left out.
+        sequences: token ids [sequences, tokens].
+
+    Raises:
+        VQCalibrationError: the blocks of the model cannot be run one by one.
+    """
+    prefix = find_blocks(model, names)
+    blocks = Blocks(model, prefix, sequences)
+    for index in range(len(blocks)):
+        start, listener = f"{prefix}.{index}.", Listener()
+        layers = {name: model.get_submodule(name) for name in names if name.startswith(start)}
+        with blocks.on(index, None) as device:
+            for hidden in blocks.hidden:
+                with listener.listening(layers):
+                    blocks.run(index, hidden, device)
+            yield {name: site.hessian() for site in listener.sites for name in site.layers}
+            blocks.hidden = [blocks.run(index, hidden, device) for hidden in blocks.hidden]

@@ -2,10 +2,12 @@
 
 import importlib.util
 import json
+import re
 from collections.abc import Callable
 from importlib import metadata
 
 import pytest
+import yaml
 
 from hf_vq import paths
 from tests.fixtures import ROOT
@@ -165,3 +167,42 @@ def test_import_hf_vq_is_light(run_python):
         return run["cost"]
 
     assert best_of_three(seconds, 0.3) < 0.3
+
+
+def names_of(requirements: list[str]) -> dict[str, str]:
+    """Versions by package, as conda and pip both write them."""
+    found = {}
+    for requirement in requirements:
+        name, bounds = re.match(r"([\w.-]+)\s*(.*)", requirement.split(";")[0].strip()).groups()
+        found[{"huggingface_hub": "huggingface-hub", "pytorch": "torch"}.get(name, name)] = bounds
+    return found
+
+
+def test_the_conda_recipe_needs_what_the_package_needs():
+    tomllib = pytest.importorskip("tomllib")  # Python 3.11
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    recipe = (ROOT / "packaging" / "conda" / "meta.yaml").read_text(encoding="utf-8")
+    recipe = re.sub(r"\{%.*?%\}", "", recipe).replace("{{ version }}", project["version"])
+    assert f'set version = "{project["version"]}"' in (
+        ROOT / "packaging" / "conda" / "meta.yaml"
+    ).read_text(encoding="utf-8")
+    run = yaml.safe_load(re.sub(r"\{\{.*?\}\}", "x", recipe))["requirements"]["run"]
+    wanted = {"python": project["requires-python"], **names_of(project["dependencies"])}
+    assert names_of(run) == wanted
+
+
+def test_workflows_run_what_is_here():
+    """Every script that they and cibuildwheel name exists, and publishing waits for all wheels."""
+    flows = {
+        path.stem: yaml.safe_load(path.read_text(encoding="utf-8"))
+        for path in (ROOT / ".github" / "workflows").glob("*.yml")
+    }
+    assert flows.keys() == {"ci", "wheels"}
+    assert flows["ci"]["jobs"]["run"]["steps"][-1]["run"] == "bash .ci/run"
+    jobs = flows["wheels"]["jobs"]
+    assert set(jobs["publish"]["needs"]) == set(jobs) - {"publish"}
+    tomllib = pytest.importorskip("tomllib")  # Python 3.11
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    words = project["tool"]["cibuildwheel"]["test-command"].split()
+    files = [word.removeprefix("{package}/") for word in words if word.startswith("{package}/")]
+    assert len(files) == 2 and all((ROOT / file).exists() for file in files)

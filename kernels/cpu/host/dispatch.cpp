@@ -12,6 +12,7 @@
 #endif
 
 #include "../kernels.h"
+#include "../primitives/scratch.h"
 #include "threads.h"
 
 namespace hf_vq {
@@ -124,7 +125,7 @@ void hf_vq_use_threads(void* parallel_for, void* num_threads) {
 void* hf_vq_allocate(int64_t bytes) {
   if (bytes < hf_vq::kHugePage) return calloc(1, bytes > 0 ? size_t(bytes) : 1);
   const size_t size = size_t(hf_vq::whole_pages(bytes));
-  void* memory = aligned_alloc(hf_vq::kHugePage, size);
+  void* memory = hf_vq::allocate_aligned(hf_vq::kHugePage, size);
   if (memory == nullptr) return nullptr;
 #if defined(__linux__)
   madvise(memory, size, MADV_HUGEPAGE);
@@ -132,7 +133,10 @@ void* hf_vq_allocate(int64_t bytes) {
   return memset(memory, 0, size);
 }
 
-void hf_vq_free(void* memory, int64_t) { free(memory); }
+void hf_vq_free(void* memory, int64_t bytes) {
+  if (bytes < hf_vq::kHugePage) return free(memory);
+  hf_vq::free_aligned(memory);
+}
 
 int hf_vq_linear_supports(const hf_vq_matrix* w) { return hf_vq::kernels().linear_supports(w); }
 
