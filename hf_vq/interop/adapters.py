@@ -31,6 +31,7 @@ from ..nn.embedding import VQEmbedding, VQTiedHead
 from ..nn.experts import VQExperts
 from ..nn.linear import VQLinear
 from ..nn.quantized_module import QuantizedModule
+from ..nn.trained import unfreeze
 from .dense_weight import Encoded, dense_weight, viewed
 
 logger = logging.get_logger("hf_vq")
@@ -74,7 +75,9 @@ def decoding_for_adapters(inject: Callable[..., Any]) -> Callable[..., Any]:
                 tuner.__dict__[name] = partial(function, tuner, name)
         try:
             with _in_one_line("adapters were made"):
-                return inject(tuner, model, adapter_name, *args, **options)
+                found = inject(tuner, model, adapter_name, *args, **options)
+            unfreeze(model)
+            return found
         finally:
             del tuner.__dict__["_create_and_replace"]
 
@@ -235,7 +238,8 @@ def _restore(base: VQLinear, taken: dict[str, Any]) -> None:
                 base._parameters["bias"].data = tensor.to(device)  # type: ignore[union-attr]
             continue
         if tensor is not None and tensor.device != device:  # the model was moved since
-            tensor = nn.Parameter(tensor.detach().to(device), requires_grad=False)
+            trains = tensor.requires_grad
+            tensor = nn.Parameter(tensor.detach().to(device), requires_grad=trains)
         base._parameters[name] = tensor
 
 
