@@ -58,7 +58,7 @@ class QuantizedModule(nn.Module):
     scheme: LinearScheme
     specs: dict[str, TensorSpec]  # by attribute
     second: SecondPass | None = None  # where it is not beside the first
-    deltas: Mapping[str, str] = {}  # noqa: RUF012, parameters that `trained.train` adds, by attribute
+    deltas: Mapping[str, str] = {}
 
     def register(self, attribute: str, spec: TensorSpec, lead: tuple[int, ...] = ()) -> None:
         """Add one stored tensor, empty, on the default device; `lead` is put before its shape."""
