@@ -2,7 +2,8 @@
 
 Each method runs in a process of its own (`worker`), so that its memory is its own. All do the same
 few steps at the same time, so that what else the machine does falls on all alike. Codes are made
-first and saved, as for a model that is fine-tuned more than once; NF4 is made while it is loaded.
+first by `hf-vq quantize`, as for a model that is fine-tuned more than once; NF4 is made while it is
+loaded.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def add_verb(verbs: Any) -> None:
     add = parser.add_argument
     add("model", metavar="MODEL_DIR", help="unquantized causal language model")
     add("--data", type=Path, required=True, metavar="DATA",
-        help="JSON Lines with question and answer, as of GSM8K; the last rows are held out")  # fmt: skip
+        help="JSON Lines of question and answer; the last are held out")  # fmt: skip
     add("--methods", nargs="+", default=list(METHODS), metavar="METHOD",
         help="schemes of hf_vq, bf16, float32, nf4 (default: %(default)s)")  # fmt: skip
     add("--steps", type=int, default=100, help="default: %(default)s")
@@ -43,6 +44,7 @@ def add_verb(verbs: Any) -> None:
     add("--held-out", type=int, default=16, help="sequences that are held out")
     add("--rank", type=int, default=16, help="of LoRA, on all linear layers")
     add("--threads", type=int, default=1, help="default: %(default)s")
+    add("--codes", type=Path, metavar="FOLDER", help="where codes are kept, by scheme")
     add("--merge", action="store_true", help="measure merging, too")
     add("--out", type=Path, help="record (default: in results)")
     add("--revision", help="of the source (default: git is asked)")
@@ -71,8 +73,9 @@ def measure(args: argparse.Namespace) -> int:
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each method."""
-    with tempfile.TemporaryDirectory() as folder:
-        workers = [_Worker(method, args, Path(folder)) for method in args.methods]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = args.codes or Path(temporary)
+        workers = [_Worker(method, args, folder) for method in args.methods]
         try:
             for worker in workers:
                 worker.make_codes()
@@ -104,7 +107,7 @@ class _Worker:
     def make_codes(self) -> None:
         """Quantize the model as `hf-vq quantize` does, if the method is a scheme."""
         model, codes = self.options["model"], self.options["codes"]
-        if codes is not None:
+        if codes is not None and not Path(codes).is_dir():
             command = [sys.executable, "-m", "hf_vq", "quantize", model, codes]
             if subprocess.run([*command, "--scheme", self.method], check=False).returncode:
                 raise VQError(f"quantizing to {self.method} failed; its error is above.")

@@ -66,13 +66,14 @@ def main() -> None:
     import datasets
     import peft
     import torch
-    import trl
     from transformers import (
         AutoModelForCausalLM,
         AutoTokenizer,
         BitsAndBytesConfig,
         TrainerCallback,
     )
+    from trl.trainer.sft_config import SFTConfig
+    from trl.trainer.sft_trainer import SFTTrainer
 
     import hf_vq
 
@@ -98,7 +99,7 @@ def main() -> None:
         model = peft.prepare_model_for_kbit_training(model)
     seconds: list[tuple[float, float]] = []
 
-    class Turns(TrainerCallback):  # type: ignore[misc]
+    class Turns(TrainerCallback):
         def on_step_begin(self, arguments: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step % TURN == 0:
                 _wait(state.global_step)
@@ -110,9 +111,9 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
-        trainer = trl.SFTTrainer(
+        trainer = SFTTrainer(
             model,
-            trl.SFTConfig(
+            SFTConfig(
                 folder, max_steps=options["steps"], per_device_train_batch_size=1,
                 per_device_eval_batch_size=1, learning_rate=2e-4, bf16=False, use_cpu=True,
                 max_length=options["tokens"], report_to=[], save_strategy="no", disable_tqdm=True,

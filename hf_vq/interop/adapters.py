@@ -87,6 +87,11 @@ def decoding_for_adapters(inject: Callable[..., Any]) -> Callable[..., Any]:
 def _check(model: nn.Module, config: Any) -> None:
     """Raise if a config asks to train what is stored as codes; PEFT would skip it without a word,
     or fail on its dtype."""
+    if getattr(config, "init_lora_weights", None) == "loftq":
+        raise VQBackendError(
+            "LoftQ quantizes a dense model itself, with bitsandbytes, and this model has codes: use "
+            'init_lora_weights="pissa", which begins with what matters most.'
+        )
     tokens = getattr(config, "trainable_token_indices", None) or {}
     embeddings = [n for n, module in model.named_modules() if isinstance(module, VQEmbedding)]
     rows = list(tokens) if isinstance(tokens, dict) else embeddings

@@ -86,9 +86,8 @@ def moved(stored: Tensor, delta: Tensor, attribute: str) -> Tensor:
     """The tensor with its change, rounded to fp16 but float32, as gradients of fp16 would
     underflow."""
     origin = stored.detach().float()
-    if "scale" in attribute:
-        size = origin
-    else:
+    size = origin  # of a scale; of a codebook, how large its entries are
+    if "scale" not in attribute:
         size = origin.square().mean((-2, -1), keepdim=True).sqrt()
     exact = origin + size * delta
     return exact + (exact.detach().to(stored.dtype).float() - exact.detach())

@@ -25,14 +25,16 @@ def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
 
 def _stored_gradients(grad: Tensor, *arguments: Any) -> list[Tensor]:
     *stored, spec, wanted = arguments
-    with torch.enable_grad():
-        tensors = [
-            tensor.detach().float().requires_grad_() if asked else tensor
-            for tensor, asked in zip(stored, wanted, strict=True)
-        ]
-        weight = reference.decode(StoredWeight.of_flat(tensors, parse(spec), grad.shape[-1]))
-    leaves = [tensor for tensor, asked in zip(tensors, wanted, strict=True) if asked]
-    return list(torch.autograd.grad(weight, leaves, grad))
+    trained = [index for index, asked in enumerate(wanted) if asked]
+
+    def decode(*tensors: Tensor) -> Tensor:
+        moved = dict(zip(trained, tensors, strict=True))
+        whole = [moved.get(index, tensor) for index, tensor in enumerate(stored)]
+        return reference.decode(StoredWeight.of_flat(whole, parse(spec), grad.shape[-1]))
+
+    # Not torch.autograd.grad, which records nothing below the dispatcher, where an op may run.
+    found: Any = torch.func.vjp(decode, *(stored[index].float() for index in trained))
+    return list(found[1](grad))
 
 
 def _fake(grad: Tensor, *arguments: Any) -> list[Tensor]:
