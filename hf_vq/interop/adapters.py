@@ -89,7 +89,7 @@ def _check(model: nn.Module, config: Any) -> None:
     or fail on its dtype."""
     if getattr(config, "init_lora_weights", None) == "loftq":
         raise VQBackendError(
-            "LoftQ quantizes a dense model itself, with bitsandbytes, and this model has codes: use "
+            "LoftQ quantizes a dense model itself, by bitsandbytes, and this model has codes: use "
             'init_lora_weights="pissa", which begins with what matters most.'
         )
     tokens = getattr(config, "trainable_token_indices", None) or {}
