@@ -1,6 +1,6 @@
 """Fine-tune one model by LoRA on a CPU: codes, 16 bits and NF4, side by side.
 
-Each method runs in a process of its own (`worker`), so that its memory is its own. All do the same
+Each method runs in a separate process (`worker`), so that its memory can be told. All do the same
 few steps at the same time, so that what else the machine does falls on all alike. Codes are made
 first by `hf-vq quantize`, as for a model that is fine-tuned more than once; NF4 is made while it is
 loaded.

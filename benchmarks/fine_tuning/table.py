@@ -42,7 +42,7 @@ def above(row: dict[str, Any]) -> int:
 
 
 def _floor(record: dict[str, Any]) -> str:
-    """What no quantizer of linear layers takes away."""
+    """The part of memory that no quantizer of linear layers takes away."""
     settings = record["settings"]
     dense = next(row for row in record["results"]["rows"] if row["name"] == _DENSE)
     weights, whole = dense["weights_bytes"], above(dense)
@@ -54,7 +54,7 @@ def _floor(record: dict[str, Any]) -> str:
 
 
 def merging(records: Sequence[dict[str, Any]]) -> str:
-    """KL divergence that merging adds, beside that of the scheme."""
+    """KL divergence that merging adds, next to that of the scheme."""
     head = ["model", "scheme", "KLD of the codes from the original", "KLD of merging",
             "CPU s of merging"]  # fmt: skip
     lines = [

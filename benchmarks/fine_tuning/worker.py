@@ -1,4 +1,4 @@
-"""One fine-tuning in a process of its own, which `suite` starts and talks to over pipes.
+"""One fine-tuning in a separate process, which `suite` starts and talks to over pipes.
 
     in     options as JSON, then an empty line whenever it may go on
     out    JSON Lines: {"waits": steps that are done} or {"row": {...}}, the last
@@ -44,13 +44,13 @@ def forget_peak() -> None:
 
 
 def weights_bytes(model: Any) -> int:
-    """Bytes of what adapters stand beside: the linear layers of the blocks, as they are held."""
+    """Bytes of the layers that have adapters: the linear layers of the blocks, as they are held."""
     layers = [m.base_layer for m in model.modules() if hasattr(m, "base_layer")]
     return sum(p.nbytes for layer in layers for p in layer.parameters(recurse=False))
 
 
 def sequences(tokenizer: Any, rows: list[dict[str, str]], tokens: int) -> list[dict[str, Any]]:
-    """Question and answer of each row, one after the other, cut into equal sequences."""
+    """Question and answer of each row, in order, cut into equal sequences."""
     ids: list[int] = []
     for row in rows:
         ids += tokenizer(f"{row['question']}\n{row['answer']}")["input_ids"]
@@ -85,7 +85,7 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(source)
     rows = [json.loads(line) for line in Path(options["data"]).read_text().splitlines()]
     few = options["held_out"]
-    held = sequences(tokenizer, rows[-10 * few :], options["tokens"])[:few]
+    evaluated = sequences(tokenizer, rows[-10 * few :], options["tokens"])[:few]
     train = sequences(tokenizer, rows[: -10 * few], options["tokens"])
     dtype, more = torch.bfloat16, {}
     if method == "float32":
@@ -99,7 +99,7 @@ def main() -> None:
         model = peft.prepare_model_for_kbit_training(model)
     seconds: list[tuple[float, float]] = []
 
-    class Turns(TrainerCallback):
+    class Lockstep(TrainerCallback):
         def on_step_begin(self, arguments: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step % TURN == 0:
                 _wait(state.global_step)
@@ -120,13 +120,13 @@ def main() -> None:
                 logging_strategy="no", seed=0,
             ),
             train_dataset=datasets.Dataset.from_list(train),
-            eval_dataset=datasets.Dataset.from_list(held),
+            eval_dataset=datasets.Dataset.from_list(evaluated),
             processing_class=tokenizer,
             peft_config=peft.LoraConfig(
                 r=options["rank"], lora_alpha=2 * options["rank"], target_modules="all-linear",
                 task_type="CAUSAL_LM",
             ),
-            callbacks=[Turns()],
+            callbacks=[Lockstep()],
         )  # fmt: skip
         loaded = memory()["VmHWM"]
         before = trainer.evaluate()["eval_loss"]
@@ -143,7 +143,7 @@ def main() -> None:
         "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
     }  # fmt: skip
     if options["codes"] and options["merge"]:
-        ids = torch.tensor([one["input_ids"] for one in held])
+        ids = torch.tensor([one["input_ids"] for one in evaluated])
         trained = trainer.model.eval()
         del trainer
         gc.collect()
@@ -153,7 +153,7 @@ def main() -> None:
 
 def _merged(trained: Any, source: str, ids: Any, hf_vq: Any) -> dict[str, Any]:
     """KL divergences on `ids` [sequences, tokens]: of the codes from the dense model, and of the
-    merged adapter from the one beside codes."""
+    merged adapter from the one next to codes."""
     import torch
     from transformers import AutoModelForCausalLM
 

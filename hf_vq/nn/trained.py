@@ -1,4 +1,4 @@
-"""Stored tensors that train beside fixed codes: scales and learned codebooks.
+"""Stored tensors that train next to fixed codes: scales and learned codebooks.
 
     scale       s (1 + d)
     codebook    c + rms(c) d        rms of one codebook [entries, x]
