@@ -16,6 +16,7 @@ from hf_vq.evaluation.record import Recorder, command_line
 
 from . import stale, suites
 from .cuda import generate_kv, tune
+from .fine_tuning import suite as fine_tuning
 from .quality.models import command as quality_models
 from .records import RESULTS, path_of
 from .serving import serve
@@ -85,6 +86,7 @@ def build_parser() -> argparse.ArgumentParser:
         suite.add_argument("--revision", help="of the source (default: git is asked)")
         suite.set_defaults(parser=suite)
     quality_models.add_verb(verbs)
+    fine_tuning.add_verb(verbs)
     tuning = verbs.add_parser("cuda-tune", help=(tune.__doc__ or "").splitlines()[0])
     tuning.add_argument("--tokens", type=int, nargs="+", default=list(tune.TOKENS))
     tuning.add_argument("--schemes", nargs="+", default=list(tune.SCHEMES), metavar="SCHEME")
@@ -111,6 +113,8 @@ def main(argv: list[str] | None = None) -> int:
             return _time(args)
         if args.suite == quality_models.NAME:
             return quality_models.measure(args)
+        if args.suite == fine_tuning.NAME:
+            return fine_tuning.measure(args)
         if args.suite == "cuda-tune":
             return _tune(args)
         if args.suite == "stale":

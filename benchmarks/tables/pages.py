@@ -24,6 +24,7 @@ from hf_vq.formats.scheme import VQScheme
 
 from ..cpu import load as cpu_load
 from ..cuda import w4a8_block as cuda_w4a8_block
+from ..fine_tuning import table as fine_tuning
 from ..quality.models import table as models
 from ..records import read_record, read_records
 from ..serving import serve, vllm_engine
@@ -201,11 +202,13 @@ def _kv_cases() -> tuple[dict[str, Any], dict[str, dict[str, dict[str, Any]]]]:
     return record, by_name
 
 
-def models_table(table: Callable[[list[dict[str, Any]]], str]) -> str:
-    """Quality on real models, from the records of all of them."""
-    records = read_records(models.SUITE)
+def models_table(
+    table: Callable[[list[dict[str, Any]]], str], suite: str = models.SUITE, text: str = "--text"
+) -> str:
+    """Real models, from the records of all of them."""
+    records = read_records(suite)
     if not records:
-        return f"Not measured: `python -m benchmarks {models.SUITE} MODEL_DIR --text TEXT`."
+        return f"Not measured: `python -m benchmarks {suite} MODEL_DIR {text} TEXT`."
     return table(records)
 
 
@@ -343,6 +346,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "results:quality-models-weights": partial(models_table, models.weights),
     "results:quality-models-embeddings": partial(models_table, models.embeddings),
     "results:quality-models-kv": partial(models_table, models.caches),
+    "results:finetune": partial(models_table, fine_tuning.training, "finetune", "--data"),
+    "results:finetune-merge": partial(models_table, fine_tuning.merging, "finetune", "--data"),
     "results:demo": demo_table,
     "results:compare-weights": lambda: compare_table("weights"),
     "results:compare-kv": lambda: compare_table("cache"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -18,6 +18,7 @@ from ..formats.published import Layout, layout_from_dict
 from ..formats.qoq import QoQScheme
 from ..formats.scheme import VQScheme
 from ..nn.residual_offload import POLICIES
+from ..nn.trained import check_trainable
 from .calibration_options import (
     AUTO,
     OWN_WORDS,
@@ -93,6 +94,8 @@ class VQConfig(QuantizationConfigMixin):
         embeddings: store the embedding, too: as codes of `turboquant-2` to `turboquant-7`, or as
             integers: `int8`, with a scale for each row, or `int4`, with a scale and a minimum for
             each 32 numbers. An output head that is tied to it computes on the same codes.
+        trainable: what trains besides adapters: `scales`, or `scales` and learned `codebooks`
+            (docs/fine_tuning.md). Given like `pass2`, and not stored.
         layouts: storage of layers that another project quantized and no scheme can store, by name;
             written by `hf_vq.adopt` and `hf-vq convert`.
         quant_method: `hf_vq`, or `vq` in older files.
@@ -112,6 +115,7 @@ class VQConfig(QuantizationConfigMixin):
     activations: str | list[Any] | None = None
     pass2: str | dict[str, str] | None = None
     embeddings: str | None = None
+    trainable: list[str] | None = None
     one_file: bool = False  # diffusers saves config.json alone
 
     # config.json stores `__dict__`, and loading passes it back as these arguments.
@@ -130,6 +134,7 @@ class VQConfig(QuantizationConfigMixin):
         activations: Any = AUTO,
         pass2: str | dict[str, str] | None = None,
         embeddings: str | None = None,
+        trainable: str | Sequence[str] | None = None,
         layouts: dict[str, dict[str, Any]] | None = None,
         quant_method: str = QUANT_METHOD,
         format_version: int = 1,
@@ -148,8 +153,8 @@ class VQConfig(QuantizationConfigMixin):
             raise VQConfigError(
                 f"VQConfig has no argument {', '.join(map(repr, sorted(unknown)))}. Known: scheme, "
                 "bits, layers, target_bits, candidates, modules_to_not_convert, seed, search, "
-                "calibration, activations, pass2, embeddings. If config.json holds it, "
-                "a newer hf_vq wrote the file: pip install -U hf_vq."
+                "calibration, activations, pass2, embeddings, trainable. If config.json holds "
+                "it, a newer hf_vq wrote the file: pip install -U hf_vq."
             )
         if quant_method not in QUANT_METHODS:
             raise VQConfigError(
@@ -194,6 +199,8 @@ class VQConfig(QuantizationConfigMixin):
             self.use(_check_layers(layers, check_entry))
         if pass2 is not None:
             self.pass2 = _check_pass2(pass2)
+        if trainable is not None:
+            self.trainable = check_trainable(trainable)
         if embeddings is not None:
             if embeddings not in (kinds := (*integers.KINDS, *coded_rows.KINDS)):
                 known = ", ".join(map(repr, kinds))
@@ -266,12 +273,14 @@ class VQConfig(QuantizationConfigMixin):
 
     def get_loading_attributes(self) -> dict[str, Any]:
         """Options that apply when a config is passed for an already quantized model."""
-        return {} if self.pass2 is None else {"pass2": self.pass2}
+        found = {"pass2": self.pass2, "trainable": self.trainable}
+        return {name: value for name, value in found.items() if value is not None}
 
     def to_dict(self) -> dict[str, Any]:
-        """The config as stored in config.json: without `pass2` and errors of single layers."""
+        """The config as stored: without `pass2`, `trainable` and errors of single layers."""
         found: dict[str, Any] = super().to_dict()
         found.pop("pass2", None)
+        found.pop("trainable", None)
         if not found.pop("one_file", False) and self.provenance:
             found["provenance"] = short(found["provenance"])
         settled = self.calibration is not None or self.provenance is not None or bool(self.layouts)

@@ -25,12 +25,14 @@ from ..nn.published import PublishedLinear
 from ..nn.quantized_module import QuantizedModule
 from ..nn.replace import (
     candidates,
+    check_in_memory,
     convertible,
     linear_class,
     replace_modules,
     restore_modules,
     vq_modules,
 )
+from ..nn.trained import train
 from ..progress import Progress
 from .calibration_options import AUTO, choices, leave_out_activations
 from .checkpoint import by_layer
@@ -437,6 +439,8 @@ class VQHfQuantizer(HfQuantizer):
         model._weight_conversions = dense_conversions(conversions_of(model), model, reverse=True)
         self._checkpoint = self._model = None
         self._heads = {}
+        if config.trainable is not None:
+            train(vq_modules(model), config.trainable)
         fuse_inputs(model)
         warn_of_slow_layers(model)
         install_saving(model)
@@ -453,13 +457,7 @@ class VQHfQuantizer(HfQuantizer):
         return state, digests.room(state)  # for what `save_pretrained` writes there
 
     def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
-        coded = (vq_modules(model) | embeddings_of(model)).items()
-        offloaded = [name for name, module in coded if _is_offloaded(module)]
-        if offloaded:
-            raise VQConfigError(
-                f"cannot dequantize {offloaded[0]}: its codes are offloaded. Load the model "
-                "without offloading first."
-            )
+        check_in_memory(vq_modules(model) | embeddings_of(model))
         named = getattr(torch, dtype) if isinstance(dtype, str) else dtype  # of the model's config
         kind: torch.dtype = named or model.dtype
         separate_inputs(model)
@@ -479,13 +477,14 @@ class VQHfQuantizer(HfQuantizer):
         return True
 
     @property
+    def is_qat_trainable(self) -> bool:
+        """True if what is stored trains, so that `Trainer` needs no adapter."""
+        return self.quantization_config.trainable is not None
+
+    @property
     def is_compileable(self) -> bool:
         """True if `generate` may compile the model: not while second passes are offloaded."""
         return self.quantization_config.pass2 in (None, "resident")
-
-
-def _is_offloaded(module: torch.nn.Module) -> bool:
-    return any(parameter.is_meta for parameter in module.parameters(recurse=False))
 
 
 def register() -> None:

@@ -31,6 +31,7 @@ from ..nn.embedding import VQEmbedding, VQTiedHead
 from ..nn.experts import VQExperts
 from ..nn.linear import VQLinear
 from ..nn.quantized_module import QuantizedModule
+from ..nn.trained import unfreeze
 from .dense_weight import Encoded, dense_weight, viewed
 
 logger = logging.get_logger("hf_vq")
@@ -74,7 +75,9 @@ def decoding_for_adapters(inject: Callable[..., Any]) -> Callable[..., Any]:
                 tuner.__dict__[name] = partial(function, tuner, name)
         try:
             with _in_one_line("adapters were made"):
-                return inject(tuner, model, adapter_name, *args, **options)
+                found = inject(tuner, model, adapter_name, *args, **options)
+            unfreeze(model)
+            return found
         finally:
             del tuner.__dict__["_create_and_replace"]
 
@@ -84,6 +87,11 @@ def decoding_for_adapters(inject: Callable[..., Any]) -> Callable[..., Any]:
 def _check(model: nn.Module, config: Any) -> None:
     """Raise if a config asks to train what is stored as codes; PEFT would skip it without a word,
     or fail on its dtype."""
+    if getattr(config, "init_lora_weights", None) == "loftq":
+        raise VQBackendError(
+            "LoftQ quantizes a dense model itself, by bitsandbytes, and this model has codes: use "
+            'init_lora_weights="pissa", which begins with what matters most.'
+        )
     tokens = getattr(config, "trainable_token_indices", None) or {}
     embeddings = [n for n, module in model.named_modules() if isinstance(module, VQEmbedding)]
     rows = list(tokens) if isinstance(tokens, dict) else embeddings
@@ -235,7 +243,8 @@ def _restore(base: VQLinear, taken: dict[str, Any]) -> None:
                 base._parameters["bias"].data = tensor.to(device)  # type: ignore[union-attr]
             continue
         if tensor is not None and tensor.device != device:  # the model was moved since
-            tensor = nn.Parameter(tensor.detach().to(device), requires_grad=False)
+            trains = tensor.requires_grad
+            tensor = nn.Parameter(tensor.detach().to(device), requires_grad=trains)
         base._parameters[name] = tensor
 
 

@@ -18,6 +18,7 @@ from ..formats.qoq import QoQScheme
 from ..formats.tensors import tensor_specs
 from .quantized_module import QuantizedModule, mark_initialized
 from .residual_offload import at_home, first_only
+from .trained import moved
 
 FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 """What Transformers' `use_experts_implementation` says about a class of experts."""
@@ -164,11 +165,17 @@ class VQExperts(QuantizedModule):
 
     def tensors(self, name: str, index: int | Tensor) -> dict[str, Tensor]:
         """The stored tensors of one expert's matrix by key (`formats.tensor_specs`)."""
-        return {
+        found = {
             key: tensor if self.specs[attribute].shared_name else _of_expert(tensor, index)
             for key, attribute in self.projections[name].attributes.items()
             if (tensor := getattr(self, attribute)) is not None
         }
+        if self.deltas:
+            for key, attribute in self.projections[name].attributes.items():
+                if attribute in self.deltas:
+                    change = _of_expert(getattr(self, self.deltas[attribute]), index)
+                    found[key] = moved(found[key], change, attribute)
+        return found
 
     def decoded(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
         """The dense tensor of one projection, in the layout of the replaced module."""

@@ -14,6 +14,7 @@ from ..formats.catalog import LinearScheme
 from ..formats.tensors import tensor_specs
 from .quantized_module import QuantizedModule, mark_initialized
 from .residual_offload import SecondPass, at_home, first_only
+from .trained import forget_changes, moved_tensor
 
 
 def attribute_of(key: str) -> str:
@@ -126,7 +127,10 @@ class VQLinear(QuantizedModule, nn.Linear):
     def tensors(self) -> dict[str, Tensor]:
         """The stored tensors by key (`formats.tensor_specs`)."""
         compiling = torch.compiler.is_compiling()
-        found = self.registered(dict(self._names()) if compiling else self.attributes)
+        attributes = dict(self._names()) if compiling else self.attributes
+        found = self.registered(attributes)
+        if self.deltas:
+            found |= {k: moved_tensor(self, a) for k, a in attributes.items() if a in self.deltas}
         if found["codes"].ndim == 3:
             found["codes"] = found["codes"][0]
         return found
@@ -247,6 +251,7 @@ class VQLinear(QuantizedModule, nn.Linear):
             mark_initialized(stored)
             self.register_parameter(self.attributes[key], stored)
         self.register_parameter("bias", bias)
+        forget_changes(self)
 
     def weight_count(self) -> int:
         """Weights of W."""

@@ -58,6 +58,7 @@ class QuantizedModule(nn.Module):
     scheme: LinearScheme
     specs: dict[str, TensorSpec]  # by attribute
     second: SecondPass | None = None  # where it is not beside the first
+    deltas: Mapping[str, str] = {}
 
     def register(self, attribute: str, spec: TensorSpec, lead: tuple[int, ...] = ()) -> None:
         """Add one stored tensor, empty, on the default device; `lead` is put before its shape."""
@@ -108,6 +109,10 @@ class QuantizedModule(nn.Module):
     def _load_from_state_dict(self, *arguments: Any, **options: Any) -> None:
         if self.second is not None:
             finish_copies()
+        state, prefix = arguments[:2]
+        for attribute, name in self.deltas.items():  # a state that was saved has them in itself
+            if prefix + attribute in state and prefix + name not in state:
+                state[prefix + name] = torch.zeros_like(getattr(self, name))
         super()._load_from_state_dict(*arguments, **options)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
@@ -129,7 +134,7 @@ class QuantizedModule(nn.Module):
         # Module.to casts floating tensors only, so those that keep their dtype pass as integers.
         kept = {
             id(tensor)
-            for attribute in self.specs
+            for attribute in (*self.specs, *self.deltas.values())
             if (tensor := getattr(self, attribute, None)) is not None and tensor.is_floating_point()
         }
 

@@ -204,6 +204,16 @@ def vq_modules(model: nn.Module) -> dict[str, VQLinear | VQExperts]:
     }
 
 
+def check_in_memory(modules: Mapping[str, nn.Module]) -> None:
+    """Raise if the codes of a module, by name, are not in memory and so cannot be decoded."""
+    for name, module in modules.items():
+        if any(parameter.is_meta for parameter in module.parameters(recurse=False)):
+            raise VQConfigError(
+                f"cannot dequantize {name}: its codes are offloaded. Load the model without "
+                "offloading first."
+            )
+
+
 def restore_modules(model: nn.Module, dtype: torch.dtype) -> None:
     """Put dense modules back, of the classes that were replaced."""
     for name, module in vq_modules(model).items():

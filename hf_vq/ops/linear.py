@@ -1,4 +1,5 @@
-"""`hf_vq::linear`: y = W x + b on the codes of W, differentiable with respect to x."""
+"""`hf_vq::linear`: y = W x + b on the codes of W, differentiable with respect to x and to the
+floats that W is stored as."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from ..formats.scheme import VQScheme
 from ..formats.stored_weight import FLAT, SCHEMA, Pass, StoredWeight, flat
 from . import horizontal_fusion
 from .library import define, described_problem, is_plain_eager, library, parse
+from .stored_gradients import weight_gradient
 
 _MOST_SHAPES = 64  # of inputs, that a layer remembers: prompts have many lengths
 
@@ -32,7 +34,8 @@ def linear(
         scheme: of W, or its spec string.
 
     Returns:
-        [..., out_features] of the dtype of `x`. Gradients flow to `x` and `bias`.
+        [..., out_features] of the dtype of `x`. Gradients flow to `x`, `bias`, scales and
+        codebooks.
     """
     spec = scheme if isinstance(scheme, str) else scheme.spec()
     stored = flat(tensors)
@@ -140,19 +143,27 @@ def _fake_linear(x: Tensor, codes: Tensor, *arguments: Any) -> Tensor:
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, *stored, bias, scheme = inputs
-    ctx.save_for_backward(*stored)
+    trains = any(tensor is not None and tensor.requires_grad for tensor in stored)
+    ctx.save_for_backward(x if trains else None, *stored)
     ctx.scheme, ctx.length, ctx.dtype = scheme, x.shape[-1], x.dtype
     ctx.bias_dtype = None if bias is None else bias.dtype
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, *stored = ctx.saved_tensors
     grad_x = grad_bias = None
     if ctx.needs_input_grad[0]:
-        weight = torch.ops.hf_vq.decode(*ctx.saved_tensors, ctx.scheme, ctx.length)
+        weight = torch.ops.hf_vq.decode(*stored, ctx.scheme, ctx.length)
         grad_x = (grad.float() @ weight).to(ctx.dtype)
+    wanted, grads = list(ctx.needs_input_grad[1 : 1 + FLAT]), [None] * FLAT
+    if any(wanted):
+        grad_weight = weight_gradient(grad, x)
+        found = torch.ops.hf_vq.stored_gradients(grad_weight, *stored, ctx.scheme, wanted)
+        for index in [i for i, asked in enumerate(wanted) if asked]:
+            grads[index] = found.pop(0).to(stored[index].dtype)
     if ctx.needs_input_grad[1 + FLAT]:
         grad_bias = grad.float().reshape(-1, grad.shape[-1]).sum(0).to(ctx.bias_dtype)
-    return grad_x, *[None] * FLAT, grad_bias, None
+    return grad_x, *grads, grad_bias, None
 
 
 define(

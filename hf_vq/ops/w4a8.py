@@ -1,5 +1,6 @@
 """`hf_vq::w4a8_linear`: y = W x + b in integers, with W in QoQ's format and x rounded to 8 bits
-(QServe, arXiv 2405.04532, section 5.2). Differentiable with respect to x, as if x were not rounded.
+(QServe, arXiv 2405.04532, section 5.2). Differentiable with respect to x and the
+scales, as if x were not rounded.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from ..formats.qoq import QoQScheme
 from ..formats.stored_weight import W4A8_KEYS, W4A8_LISTS_SCHEMA, W4A8_SCHEMA, W4A8Weight
 from . import horizontal_fusion
 from .library import define, is_plain_eager, library, linear_problem
+from .stored_gradients import weight_gradient
 
 LARGEST = 127
 SMALLEST = 1e-30
@@ -37,7 +39,7 @@ def w4a8_linear(x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None, s
         spec: of the `QoQScheme`.
 
     Returns:
-        [..., out_features] of the dtype of `x`. Gradients flow to `x` and `bias`.
+        [..., out_features] of the dtype of `x`. Gradients flow to `x`, `bias` and scales.
     """
     stored = tensors["codes"], tensors["scale"], tensors["zero"], tensors.get("step")
     if is_plain_eager(x, bias, *stored):
@@ -172,20 +174,26 @@ def _fake(x: Tensor, codes: Tensor, *arguments: Any) -> Tensor:
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, *stored, bias, ctx.spec = inputs
-    ctx.save_for_backward(*stored)
+    ctx.save_for_backward(x if stored[1].requires_grad else None, *stored)
     ctx.length, ctx.dtype = x.shape[-1], x.dtype
     ctx.bias_dtype = None if bias is None else bias.dtype
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    grad_x = grad_bias = None
+    x, *tensors = ctx.saved_tensors
+    stored = dict(zip(W4A8_KEYS, tensors, strict=True))
+    grad_x = grad_scale = grad_bias = None
     if ctx.needs_input_grad[0]:
-        stored = dict(zip(W4A8_KEYS, ctx.saved_tensors, strict=True))
         weight = qoq.decode(stored, parse(ctx.spec), ctx.length)
         grad_x = (grad.float() @ weight).to(ctx.dtype)
+    if ctx.needs_input_grad[2]:
+        codes = unpack_bits(stored["codes"], 4, ctx.length)
+        integers = codes if stored["step"] is None else qoq.levels(codes, stored)
+        grad_scale = (weight_gradient(grad, x) * integers).sum(1, keepdim=True)
+        grad_scale = grad_scale.to(stored["scale"].dtype)
     if ctx.needs_input_grad[5]:
         grad_bias = grad.float().reshape(-1, grad.shape[-1]).sum(0).to(ctx.bias_dtype)
-    return grad_x, None, None, None, None, grad_bias, None
+    return grad_x, None, grad_scale, None, None, grad_bias, None
 
 
 define(

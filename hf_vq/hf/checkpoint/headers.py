@@ -27,6 +27,7 @@ from ...nn.linear import VQLinear, attribute_of
 from ...nn.published import PublishedLinear
 from ...nn.quantized_module import QuantizedModule, digest
 from ...nn.replace import vq_modules
+from ...nn.trained import moved
 from .new_parts import is_new
 
 CURE = "Download or copy the checkpoint again, or quantize the model again."
@@ -183,6 +184,9 @@ def stored_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Ten
         for attribute, spec in module.specs.items():
             if spec.shared_name is None:
                 name = f"{prefix}.{attribute}"
+                change = found.pop(f"{prefix}.{module.deltas.get(attribute)}", None)
+                if change is not None:
+                    found[name] = moved(found[name], change, attribute).detach()
                 found[name] = found[name].to(spec.dtype)
             else:
                 found[spec.shared_name] = module.stored(attribute).cpu()

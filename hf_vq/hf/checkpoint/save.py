@@ -51,7 +51,8 @@ def num_parameters(
     if only_trainable:  # codes do not train
         return count
     for module in vq_modules(self).values():
-        stored = (module._parameters[name] for name in module.specs if name in module._parameters)
+        names = (*module.specs, *module.deltas.values())
+        stored = (module._parameters[name] for name in names if name in module._parameters)
         count += module.weight_count() - sum(t.numel() for t in stored if t is not None)
     for module in self.modules():
         if isinstance(module, VQEmbedding):  # whose `weight` alone Transformers can leave out

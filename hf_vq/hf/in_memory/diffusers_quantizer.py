@@ -73,7 +73,8 @@ class VQDiffusersQuantizer(DiffusersQuantizer):
             return
         config.provenance = None
         leave_out_automatic(config, "a model of diffusers does not read token ids")
-        for option in ("calibration", "activations", "target_bits", "embeddings", "pass2"):
+        refused = ("calibration", "activations", "target_bits", "embeddings", "pass2", "trainable")
+        for option in refused:
             if getattr(config, option) is not None:
                 raise VQConfigError(f"{option} is not for models of diffusers: leave it out.")
 

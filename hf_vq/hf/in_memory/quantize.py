@@ -18,6 +18,7 @@ from ... import patches
 from ...errors import VQConfigError, VQError
 from ...nn.experts import holds_experts
 from ...nn.replace import candidates, convertible, restore_modules, shared_names, vq_modules
+from ...nn.trained import train
 from ...progress import Progress
 from ..checkpoint import headers as stored_files
 from ..checkpoint.provenance import record
@@ -161,6 +162,8 @@ def _quantize_module(model: nn.Module, config: VQConfig) -> None:
     prepare(model, config)
     if config.pass2 is not None:
         place_pass2(model, config.pass2)
+    if config.trainable is not None:
+        train(vq_modules(model), config.trainable)
 
 
 def _check(model: nn.Module) -> None:

@@ -1,0 +1,1 @@
+"""Suite `finetune`: LoRA on a CPU, of codes and of dense weights."""
