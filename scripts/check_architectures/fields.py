@@ -52,7 +52,11 @@ SIZES: dict[str, int] = {
     **dict.fromkeys(("vocab_size", "text_vocab_size", "entity_vocab_size",
                      "vocab_size_per_layer_input", "tgt_vocab_size", "src_vocab_size"), 160),
     **dict.fromkeys(("num_queries", "two_stage_num_proposals"), 8),
-    **dict.fromkeys(("chunk_size", "mamba_chunk_size"), 16),
+    **dict.fromkeys(
+        ("chunk_size", "mamba_chunk_size", "mamba_head_dim", "mamba_d_state", "ssm_state_size",
+         "state_size"),
+        16),
+    "mamba_num_heads": 8,
     "base_channels": 32,
     "codebook_size": 128,
     "image_size": 64,
