@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections import Counter
 from typing import Any
 
@@ -152,7 +153,7 @@ def digests() -> str:
 
 
 def architectures() -> str:
-    """How many classes of Transformers run, and which do not, with the reason."""
+    """Counts of classes of Transformers that run, and names of those that do not, with reasons."""
     record = read_record("architectures")
     if record is None:
         return "Not measured yet: `python scripts/check_architectures --out RECORD`."
@@ -165,8 +166,7 @@ def architectures() -> str:
     ]
     sentences = [
         f"Of {len(rows)} classes, {count['run']} run, {count['no linear layer']} have no linear",
-        f"layer. {_others(rows)} Of the {len(seen)} of `AutoModelForImageTextToText`,",
-        f"{sum(seen)} ran with an image, the others with text alone.",
+        f"layer. {_others(rows)} {sum(seen)} of {len(seen)} `ImageTextToText` ran with an image.",
         source(record),
     ]
     return " ".join(sentences)
@@ -181,6 +181,7 @@ def _others(rows: list[dict[str, Any]]) -> str:
         reason = row.get("why") or row.get("not run", "")
         library = re.search(r"requires the (\w+) library", reason)
         reason = f"needs {library[1]}" if library else reason.rpartition("Error: ")[2]
+        reason = textwrap.shorten(reason, 60, placeholder=" ..")
         outcome = "" if row["outcome"] == "not built" else f"{row['outcome']}: "
         why.setdefault(outcome + reason, []).append(f"`{row['class']}`")
     shown = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in why.items())

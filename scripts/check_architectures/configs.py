@@ -48,7 +48,7 @@ def tiny(config: Any, given: dict[str, Any]) -> PreTrainedConfig:
 
 
 def tiny_value(name: str, value: Any) -> int | None:
-    """A field's tiny value; None if it stays as it is."""
+    """A field's tiny value; None if it stays unchanged."""
     if value is None and name in UNSET:
         return SIZES[name]
     if not isinstance(value, int) or isinstance(value, bool):

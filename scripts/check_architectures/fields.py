@@ -1,4 +1,4 @@
-"""What tiny configs are made of: sizes by the names of fields, and what single configs need."""
+"""Parts of tiny configs: sizes by the names of fields, and more that single configs need."""
 
 from __future__ import annotations
 
