@@ -19,7 +19,7 @@ def tiny(config: Any, given: dict[str, Any]) -> PreTrainedConfig:
 
     Args:
         config: with the sizes that a model has by default.
-        given: fields that win, beside those of its class in FIELDS.
+        given: fields that win, also over those of its class in FIELDS.
     """
     kind = type(config)
     default = kind()
