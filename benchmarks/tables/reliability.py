@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 from collections import Counter
+from typing import Any
 
 from hf_vq.evaluation.text_tables import markdown_table
 
@@ -150,27 +153,36 @@ def digests() -> str:
 
 
 def architectures() -> str:
-    """Classes of Transformers that run, by the Auto class that makes them, and those that fail."""
+    """Counts of classes of Transformers that run, and names of those that do not, with reasons."""
     record = read_record("architectures")
     if record is None:
-        return "Not measured yet: `scripts/check_architectures --out RECORD`."
+        return "Not measured yet: `python scripts/check_architectures --out RECORD`."
     rows = record["results"]["rows"]
     count = Counter(row["outcome"].partition(":")[0] for row in rows)
-    built = len(rows) - count["not built"]
-    counted: dict[str, Counter[bool]] = {}
-    for row in rows:
-        for auto in row["auto"] if row["outcome"] != "not built" else ():
-            name = auto.removeprefix("AutoModelFor")
-            counted.setdefault(name, Counter())[row["outcome"] == "run"] += 1
-    by_auto = ", ".join(f"`{name}` {of[True]}/{of.total()}" for name, of in counted.items())
-    failed = [row for row in rows if row["outcome"].startswith("failed")]
-    bad = "; ".join(f"`{row['class']}` ({row['outcome']}: {row['why']})" for row in failed)
+    seen = [
+        any("pixel" in name or "patch" in name for name in row["inputs"])
+        for row in rows
+        if "inputs" in row and "AutoModelForImageTextToText" in row["auto"]
+    ]
     sentences = [
-        f"Of {len(rows)} classes, {built} could be made tiny: {count['run']} run,",
-        f"{count['stored']} were only loaded (no inputs known),",
-        f"{count['no linear layer']} have no linear layer.",
-        f"These fail: {bad}." if bad else "None fails.",
-        f"By `AutoModelFor...`, run/built: {by_auto}.",
+        f"Of {len(rows)} classes, {count['run']} run, {count['no linear layer']} have no linear",
+        f"layer. {_others(rows)} {sum(seen)} of {len(seen)} `ImageTextToText` ran with an image.",
         source(record),
     ]
     return " ".join(sentences)
+
+
+def _others(rows: list[dict[str, Any]]) -> str:
+    """The classes that do not run, by the reason."""
+    why: dict[str, list[str]] = {}
+    for row in rows:
+        if row["outcome"] in ("run", "no linear layer"):
+            continue
+        reason = row.get("why") or row.get("not run", "")
+        library = re.search(r"requires the (\w+) library", reason)
+        reason = f"needs {library[1]}" if library else reason.rpartition("Error: ")[2]
+        reason = textwrap.shorten(reason, 60, placeholder=" ..")
+        outcome = "" if row["outcome"] == "not built" else f"{row['outcome']}: "
+        why.setdefault(outcome + reason, []).append(f"`{row['class']}`")
+    shown = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in why.items())
+    return f"Not: {shown}." if shown else "None fails."

@@ -17,6 +17,7 @@ from transformers.utils import logging
 
 from ..errors import VQConfigError, VQSchemeError
 from ..formats.catalog import LinearScheme
+from ..nn.experts import holds_experts
 from ..nn.replace import candidates, check_fits
 from .calibration_options import choices
 from .checkpoint.new_parts import is_outside
@@ -87,6 +88,19 @@ def task_heads(model: Any) -> list[str]:
         and module.out_features == labels
         and is_outside(model, name)
     ]
+
+
+def tied_experts(model: Any) -> list[str]:
+    """Names of the experts whose tensors other experts have, too: a decoder those of its encoder.
+    Files hold them once. (Tied linear layers are among the default patterns.)"""
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    owners = {name.rpartition(".")[0] for pair in tied.items() for name in pair}
+    return [name for name, m in candidates(model) if name in owners and holds_experts(m)]
+
+
+def dense_in_any_case(model: Any) -> list[str]:
+    """Names of the layers of a model of Transformers that stay dense unless files have codes."""
+    return [*task_heads(model), *tied_experts(model), *weights_read(model)]
 
 
 def weights_read(model: nn.Module) -> list[str]:

@@ -50,7 +50,7 @@ from .embeddings import check_embedding, embeddings_of, replace_embedding, resto
 from .explain import warn_of_slow_layers
 from .fused_activations import fuse_inputs, separate_inputs
 from .in_memory.encode import check_weights, encode_layers, nothing_to_quantize
-from .left_dense import choose_layers, task_heads, weights_read
+from .left_dense import choose_layers, dense_in_any_case
 from .module_patterns import check_pass2, matches
 from .quantize_op import Quantize, advice, bytes_per_weight, settle
 from .residual import leave_out_pass2, place_pass2
@@ -178,7 +178,7 @@ class VQHfQuantizer(HfQuantizer):
     ) -> dict[str, LinearScheme]:
         """Schemes of the layers to encode without data, by name; prepares the calibration, or the
         pass over tokens, that encodes the others."""
-        config, exact = self.quantization_config, [*task_heads(model), *weights_read(model)]
+        config, exact = self.quantization_config, dense_in_any_case(model)
         wanted = choose_layers(model, config, self._patterns_left(model), exact)
         if not wanted:
             return wanted
@@ -323,7 +323,7 @@ class VQHfQuantizer(HfQuantizer):
         return skips
 
     def _default_skips(self, model: Any) -> list[str]:
-        return [*self._patterns_left(model), *task_heads(model), *weights_read(model)]
+        return [*self._patterns_left(model), *dense_in_any_case(model)]
 
     def _watch_missing(self, model: Any) -> None:
         """Check for missing tensors just before Transformers fills them with random numbers."""

@@ -231,8 +231,11 @@ class VQLinear(QuantizedModule, nn.Linear):
         del self._parameters["weight"]
         empty = torch.empty(codes.shape, dtype=codes.dtype, device="meta")
         self.register_parameter(LOADING, nn.Parameter(empty, requires_grad=False))
-        # Some models initialize `layer.weight` from outside; this one is marked as done.
-        self.__dict__["weight"] = mark_initialized(torch.empty(0, device="meta"))
+        # Some models initialize `layer.weight` from outside, and read its shape; this one is
+        # marked as done.
+        shape = (self.out_features, self.in_features)
+        dense = torch.empty(shape[::-1] if self.transposed else shape, device="meta")
+        self.__dict__["weight"] = mark_initialized(dense)
         names = {**self.attributes, "codes": LOADING}
         tensors = {**fitted[0], "codes": fitted[0]["codes"].reshape(codes.shape)}
         return {names[key]: tensor for key, tensor in tensors.items()}

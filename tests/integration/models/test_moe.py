@@ -3,11 +3,17 @@
 import copy
 import inspect
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, Llama4TextConfig, MixtralConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Llama4TextConfig,
+    MixtralConfig,
+    Qwen3MoeForCausalLM,
+)
 from transformers.integrations.moe import use_experts_implementation
 from transformers.models.dbrx.modeling_dbrx import DbrxExpertGLU
 
@@ -18,7 +24,9 @@ from hf_vq.hf import VQConfig
 from hf_vq.hf.checkpoint.headers import packaged
 from hf_vq.nn import VQExperts, replace_modules
 from hf_vq.nn.experts import VQSortedExperts
-from tests.fixtures.tiny_models import tokens
+from hf_vq.nn.replace import vq_modules
+from tests.fixtures.checkpoints import assert_same_state
+from tests.fixtures.tiny_models import CONFIGS, tokens
 
 LOAD = AutoModelForCausalLM.from_pretrained
 SCHEME = weight_scheme("vq-4")
@@ -184,4 +192,29 @@ def test_mixtral(tmp_path):
     assert sum(isinstance(module, VQExperts) for module in model.modules()) == 1
     model.save_pretrained(tmp_path / "vq")
     again = LOAD(tmp_path / "vq")
+    assert torch.equal(again(tokens()).logits, model(tokens()).logits)
+
+
+class SharesExperts(Qwen3MoeForCausalLM):
+    """Its second layer has the experts of the first, as a decoder may have its encoder's."""
+
+    _tied_weights_keys: ClassVar = {
+        f"model.layers.1.mlp.experts.{name}": f"model.layers.0.mlp.experts.{name}"
+        for name in ("gate_up_proj", "down_proj")
+    }
+
+
+@pytest.mark.usefixtures("reference_kernels")
+def test_tied_experts_stay_dense(tmp_path):
+    config = CONFIGS["qwen3-moe"]()
+    config.tie_word_embeddings = True
+    SharesExperts(config).save_pretrained(tmp_path / "dense")
+    model = SharesExperts.from_pretrained(tmp_path / "dense", quantization_config=VQConfig())
+    experts = [layer.mlp.experts for layer in model.model.layers]
+    assert not any(isinstance(each, VQExperts) for each in experts)
+    assert experts[0].down_proj is experts[1].down_proj
+    assert "model.layers.0.self_attn.q_proj" in vq_modules(model)
+    model.save_pretrained(tmp_path / "vq")
+    again = SharesExperts.from_pretrained(tmp_path / "vq")
+    assert_same_state(model, again)
     assert torch.equal(again(tokens()).logits, model(tokens()).logits)

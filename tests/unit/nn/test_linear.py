@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from hf_vq import ops
 from hf_vq.errors import VQFormatError, VQSchemeError
@@ -220,3 +221,16 @@ def test_an_input_that_does_not_fit():
 def test_a_size_that_does_not_fit():
     with pytest.raises(VQSchemeError, match=r"mlp\.up has in_features=44|mlp\.up"):
         VQLinear(44, 8, False, SCHEME, where="mlp.up")
+
+
+@pytest.mark.parametrize("source", [nn.Linear, Conv1D])
+def test_while_it_loads_its_weight_looks_like_the_dense_one(source):
+    """Some models initialize layers from outside, by the shape of `weight` (Blt)."""
+    weight = torch.randn(24, 48)
+    made = VQLinear(48, 24, False, SCHEME, source=source)
+    made.begin_load("weight", [fit_weight(weight, SCHEME).tensors])
+    assert made.weight.shape == ((24, 48) if source is nn.Linear else (48, 24))
+    assert made.weight.is_meta and made.weight._is_hf_initialized
+    assert "weight" not in dict(made.named_parameters())
+    made.finish_load()
+    assert made.weight.dtype == torch.uint8
