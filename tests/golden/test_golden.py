@@ -145,4 +145,4 @@ def test_a_change_is_named():
 
 def test_the_data_stays_small():
     files = [path for path in recorded.DATA.rglob("*") if path.is_file()]
-    assert sum(path.stat().st_size for path in files) < 240 * 1024
+    assert sum(path.stat().st_size for path in files) < 256 * 1024
