@@ -49,7 +49,6 @@ _BLOCK = re.compile(
     re.DOTALL,
 )
 HEAD_DIM = 128  # at which the bits of KV schemes are stated
-_IN_PICTURE = ("vq-", "turboquant-", "quip-sharp-")
 _IN_RECORD = ("turboquant-4", "turboquant-3", "turboquant-2", "gptvq-2-int7", "vq-4 + KV u4")
 
 
@@ -281,25 +280,18 @@ def compare_table(what: str) -> str:
         return "Not measured yet: `hf-vq eval MODEL --compare --text TEXT --calibration TEXT`."
     record = _record("compare")
     rows = [row for row in record["results"]["rows"] if row["what"] == what]
-    measured = [row for row in rows if "failed" not in row]
-    # Schemes that quality-weights has in a table of this page; the picture shows them.
-    left_out = _IN_PICTURE if what == "weights" else ()
-    shown = [row for row in measured if not row["label"].startswith(left_out)]
-    head = ["weights", "bits", "KL divergence", "perplexity, %"]
-    cells = [
-        [row["label"], f"{row['bits']:.3f}", significant(row["kld"]), f"{row['change']:+.2f}"]
-        for row in shown
-    ]
-    if what == "cache":
-        head = ["KV cache", "bits", "KL divergence", "99th percentile"]
-        head += ["worst layer's logits", "least recall"]
-        for row, line in zip(shown, cells, strict=True):
-            least = min(at["recall"] for at in row["recall"])
-            line[3:] = [significant(row["kld_p99"]), f"{row['correlation']:.4f}", f"{least:.1%}"]
+    shown = [row for row in rows if "failed" not in row]
     missing = ", ".join(row["label"] for row in rows if "failed" in row)
     notes = f"{standard_errors(shown)} " + (f"Not measured: {missing}. " if missing else "")
-    picture = report.PICTURE if what == "weights" else ""
-    return f"{picture}{markdown_table(head, cells)}\n\n{notes}{source(record)}"
+    if what == "weights":  # the picture has them all
+        return f"{report.PICTURE}{notes}{source(record)}"
+    head = ["KV cache", "bits", "KL divergence", "99th percentile", "worst layer's logits"]
+    cells = [
+        [row["label"], f"{row['bits']:.3f}", significant(row["kld"]), significant(row["kld_p99"]),
+         f"{row['correlation']:.4f}", f"{min(at['recall'] for at in row['recall']):.1%}"]
+        for row in shown
+    ]  # fmt: skip
+    return f"{markdown_table([*head, 'least recall'], cells)}\n\n{notes}{source(record)}"
 
 
 def _timed_table(suite: str, table: Callable[[list[dict[str, Any]]], str]) -> str:

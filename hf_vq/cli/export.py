@@ -46,6 +46,7 @@ def _export(args: argparse.Namespace) -> None:
     from ..evaluation.recoding import Recoding
     from ..hf.in_memory.quantize import dequantize
     from ..interop.export.gguf_file import architecture, library
+    from ..interop.export.gptq import check_experts
     from ..nn.replace import vq_modules
 
     for option, kind in (("type", "gguf"), ("calibration", "gptq")):
@@ -55,12 +56,21 @@ def _export(args: argparse.Namespace) -> None:
     if args.to == "gguf":
         library()  # before anything is loaded
     model = load_model(args.model, dtype=dtype_of(args.dtype), device_map=args.device_map)
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise VQConfigError(
+            f"{args.model} has a PEFT adapter: merge it (docs/fine_tuning.md), save the model and "
+            "export that."
+        )
     coded = list(vq_modules(model))
     if not coded:
         raise VQConfigError(f"{args.model} holds no codes of hf_vq: there is nothing to decode.")
     if args.to == "gguf":
         architecture(model)
+    elif args.to == "gptq":
+        check_experts(model)
     tokenizer = tokenizer_or_none(load_tokenizer, args.model)
+    if tokenizer is None and args.calibration not in (None, "none"):
+        raise VQConfigError(f"--calibration needs a tokenizer, and {args.model} has none.")
     recoding = None
     if tokenizer is not None and not args.no_kld:
         recoding = Recoding(model, tokenizer, args.text)
@@ -78,8 +88,10 @@ def _out_file(args: argparse.Namespace) -> Path:
         VQConfigError: OUT exists, without --force; or is a folder, or in none.
     """
     out = Path(args.out)
-    if out.is_dir() or not out.parent.is_dir():
-        raise VQConfigError(f"--to gguf writes one file: give a path like {out.name}/model.gguf.")
+    if out.is_dir():
+        raise VQConfigError(f"--to gguf writes one file: give a path like {out}/model.gguf.")
+    if not out.parent.is_dir():
+        raise VQConfigError(f"there is no folder {out.parent}.")
     if out.exists() and not args.force:
         raise VQConfigError(f"{out} exists; choose another file or give --force.")
     return out

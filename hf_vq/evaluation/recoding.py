@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..calibration.text import context_of, find_text, sequences_of
+from ..calibration.text import context_of, find_text, read_text, sequences_of
 from ..errors import VQError
 from ..hf.calibration_options import CPU_TOKENS, SHIPPED
 from .score import Reference, Score, model_forward, score
@@ -32,19 +32,19 @@ class Recoding:
     """
 
     def __init__(self, model: Any, tokenizer: Any, text: str | None = None) -> None:
-        words = _packaged()[1] if text is None else find_text(text, 0)[0]
-        assert words is not None
+        words = _packaged()[1] if text is None else read_text(text)
         self.text = "the packaged text" if text is None else Path(text).name
-        kept = 4 * CONTEXT * model.config.get_text_config().vocab_size  # bytes of one sequence
-        count = min(TOKENS // CONTEXT, max(_FEWEST, _ROOM // kept))
+        context = min(CONTEXT, context_of(model, None))
+        kept = 4 * context * model.config.get_text_config().vocab_size  # bytes of one sequence
+        count = min(TOKENS // context, max(_FEWEST, _ROOM // kept))
         ids = tokenizer(words, add_special_tokens=False, verbose=False).input_ids
-        count = min(count, len(ids) // CONTEXT)
+        count = min(count, len(ids) // context)
         if count < _FEWEST:
             raise VQError(
-                f"{self.text} gives {len(ids)} tokens, {_FEWEST * CONTEXT} are needed: give a "
+                f"{self.text} gives {len(ids)} tokens, {_FEWEST * context} are needed: give a "
                 "longer --text, or --no-kld."
             )
-        sequences = torch.tensor(ids[-count * CONTEXT :]).reshape(count, CONTEXT)
+        sequences = torch.tensor(ids[-count * context :]).reshape(count, context)
         self.forward = model_forward(model)
         self.before = Reference(self.forward, sequences, keep_bytes=count * kept)
         for index in range(count):
@@ -68,7 +68,8 @@ class Recoding:
 
 
 def calibration_tokens(model: Any, tokenizer: Any, text: str) -> torch.Tensor:
-    """Token ids [sequences, tokens] to calibrate a format on; none of them are measured on.
+    """Token ids [sequences, tokens] to calibrate a format on; of the packaged text, none that
+    `Recoding` measures on.
 
     Args:
         text: as in `calibration`'s options; `SHIPPED` without its end.

@@ -439,8 +439,7 @@ class VQHfQuantizer(HfQuantizer):
         model._weight_conversions = dense_conversions(conversions_of(model), model, reverse=True)
         self._checkpoint = self._model = None
         self._heads = {}
-        if config.trainable is not None:
-            train(vq_modules(model), config.trainable)
+        train(vq_modules(model) | embeddings_of(model), config.trainable or ())
         fuse_inputs(model)
         warn_of_slow_layers(model)
         install_saving(model)
@@ -464,7 +463,8 @@ class VQHfQuantizer(HfQuantizer):
         restore_modules(model, kind)
         restore_embedding(model, kind)
         remove_saving(model)
-        vars(model).pop("hqq_quantized", None)
+        for name in ("hqq_quantized", "_weight_conversions"):
+            vars(model).pop(name, None)
         return model
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:

@@ -146,7 +146,8 @@ def _merged(
         new.input_parts = module.input_parts
         new.assign(fitted(module.decoded(), module.tensors()), bias)
     else:
-        kept = {n: p for n, p in module._parameters.items() if n not in module.specs}
+        stored = {*module.specs, *module.deltas.values()}
+        kept = {n: p for n, p in module._parameters.items() if n not in stored}
         experts = {name: module.decoded(name) for name in module.weights()}
         new = type(module)(module.restored(torch.float32), scheme, seed=seed, where=where)
         new._parameters.update(kept)

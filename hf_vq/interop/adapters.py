@@ -76,7 +76,12 @@ def decoding_for_adapters(inject: Callable[..., Any]) -> Callable[..., Any]:
         try:
             with _in_one_line("adapters were made"):
                 found = inject(tuner, model, adapter_name, *args, **options)
-            unfreeze(model)
+            if not tuner.peft_config[adapter_name].inference_mode and unfreeze(model):
+                logger.warning(
+                    "Scales or codebooks train next to the adapter. PEFT's checkpoints hold the "
+                    "adapter alone: model.unload().save_pretrained(...) saves the others. Without "
+                    "the adapter, the model is not the one from before training."
+                )
             return found
         finally:
             del tuner.__dict__["_create_and_replace"]

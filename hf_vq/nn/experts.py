@@ -191,8 +191,9 @@ class VQExperts(QuantizedModule):
         source = self._source[0]
         for name in self.projections:
             source.register_parameter(name, nn.Parameter(self.decoded(name, dtype)))
+        stored = {*self.specs, *self.deltas.values()}
         for name, parameter in self._parameters.items():
-            if name not in self.specs and parameter is not None:
+            if name not in stored and parameter is not None:
                 dense = nn.Parameter(parameter.detach().to(dtype))
                 source.register_parameter(name, dense)
         restored: nn.Module = source.train(self.training)

@@ -98,7 +98,8 @@ class SecondPass:
             return
         device = tensors["codes"].device
         pool, served = self._bind(module, device)
-        if x.requires_grad and torch.is_grad_enabled():
+        trains = x.requires_grad or any(tensor.requires_grad for tensor in tensors.values())
+        if trains and torch.is_grad_enabled():
             # Kept for the backward pass, when a slot has other bytes.
             yield {**tensors, **{key: tensor.to(device) for key, tensor in away.items()}}
             return

@@ -22,6 +22,7 @@ from ..errors import VQConfigError, shown
 if TYPE_CHECKING:
     from .quantized_module import QuantizedModule
 
+_RANGE = (torch.finfo(torch.float16).min, torch.finfo(torch.float16).max)
 KINDS = {"scales": ("scale", "scale_2"), "codebooks": ("codebook", "codebook_2")}
 """Keys of the stored tensors that each value of `VQConfig(trainable=...)` names."""
 
@@ -41,19 +42,25 @@ def check_trainable(trainable: object) -> list[str]:
     return [name for name in KINDS if name in names]
 
 
-def train(modules: Mapping[str, QuantizedModule], kinds: Iterable[str]) -> None:
-    """Let stored tensors of some modules train; they keep their values.
+def train(modules: Mapping[str, Any], kinds: Iterable[str]) -> None:
+    """Let changes of stored tensors train; they begin at 0. The tensors themselves do not train,
+    though Transformers lets every float tensor train that it reads.
 
     Args:
-        modules: by name.
+        modules: those with codes, embeddings included, by name.
         kinds: of `KINDS`.
 
     Raises:
         VQConfigError: no module has a tensor of a kind, or its tensors are offloaded.
     """
+    layers = {name: module for name, module in modules.items() if hasattr(module, "specs")}
+    for name, module in modules.items():
+        for attribute in module.specs if name in layers else module.keys:
+            if (stored := module._parameters.get(attribute)) is not None:
+                stored.requires_grad_(False)
     for kind in kinds:
         found = 0
-        for name, module in modules.items():
+        for name, module in layers.items():
             for attribute in _attributes(module, KINDS[kind]):
                 found += 1
                 _add(module, attribute, name)
@@ -89,7 +96,7 @@ def moved(stored: Tensor, delta: Tensor, attribute: str) -> Tensor:
     size = origin  # of a scale; of a codebook, how large its entries are
     if "scale" not in attribute:
         size = origin.square().mean((-2, -1), keepdim=True).sqrt()
-    exact = origin + size * delta
+    exact = (origin + size * delta).clamp(*_RANGE)
     return exact + (exact.detach().to(stored.dtype).float() - exact.detach())
 
 
@@ -108,8 +115,14 @@ def forget_changes(module: QuantizedModule) -> None:
         module._parameters[name] = fresh
 
 
-def unfreeze(model: nn.Module) -> None:
-    """Let train again what `train` did: PEFT freezes all that is not its own."""
-    for module in model.modules():
-        for name in getattr(module, "deltas", {}).values():
-            module.get_parameter(name).requires_grad_(True)
+def unfreeze(model: nn.Module) -> bool:
+    """Let train again what `train` did: PEFT freezes all that is not its own. True if there is
+    anything."""
+    changes = [
+        module.get_parameter(name)
+        for module in model.modules()
+        for name in getattr(module, "deltas", {}).values()
+    ]
+    for change in changes:
+        change.requires_grad_(True)
+    return bool(changes)

@@ -20,7 +20,8 @@ from .reference import codes as reference
 
 def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
     """dL/dW float32 [out, in] of y = W x, from dL/dy [..., out] and x [..., in]."""
-    return grad.float().flatten(0, -2).T @ x.float().flatten(0, -2)
+    rows, inputs = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+    return rows.float().T @ inputs.float()
 
 
 def _stored_gradients(grad: Tensor, *arguments: Any) -> list[Tensor]:

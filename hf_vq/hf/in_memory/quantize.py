@@ -162,8 +162,7 @@ def _quantize_module(model: nn.Module, config: VQConfig) -> None:
     prepare(model, config)
     if config.pass2 is not None:
         place_pass2(model, config.pass2)
-    if config.trainable is not None:
-        train(vq_modules(model), config.trainable)
+    train(vq_modules(model), config.trainable or ())
 
 
 def _check(model: nn.Module) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...errors import VQConfigError
+from ...errors import VQConfigError, VQFormatError
 from ...formats.hidden import hidden_folder
 from ...progress import bar
 from . import TYPES
@@ -97,6 +98,9 @@ def architecture(model: Any) -> Architecture:
         f"hidden_act={config.hidden_act!r}": config.hidden_act != "silu",
         f"rope_type={rope.get('rope_type')!r}": rope.get("rope_type") not in types,
         "RoPE on a part of the channels": rope.get("partial_rotary_factor") not in (None, 1.0),
+        "biases of attention": kind == "Qwen3ForCausalLM" and config.attention_bias,
+        "heads that do not make up hidden_size": kind == "Qwen2ForCausalLM"
+        and config.num_attention_heads * _head_dim(config) != config.hidden_size,
     }
     for what, given in refused.items():
         if given:
@@ -120,6 +124,7 @@ def write_gguf(model: Any, tokenizer: Any, path: Path, kind: str = "q8_0") -> No
 
     Raises:
         VQConfigError: llama.cpp would read another model or tokenizer.
+        VQFormatError: a weight is not finite, or beyond fp16.
     """
     gguf = library()
     built = architecture(model)
@@ -127,19 +132,18 @@ def write_gguf(model: Any, tokenizer: Any, path: Path, kind: str = "q8_0") -> No
         raise VQConfigError("a GGUF file holds a tokenizer, and the model has none.")
     stored = list(_tensors(gguf, model, built, kind))
     with hidden_folder(path.parent, path.name) as work:
-        writer = gguf.GGUFWriter(work / "file", built.name)
-        _add_facts(gguf, writer, model, kind)
-        add_tokenizer(gguf, writer, tokenizer, model.config, work)
-        for each in stored:
-            block, size = gguf.GGML_QUANT_SIZES[each.kind]
-            count, shape = each.source.numel() // block * size, tuple(each.source.shape)
-            writer.add_tensor_info(each.name, shape, np.dtype(np.float32), count, each.kind)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        for each in bar(stored, "GGUF", True):
-            _write(gguf, writer, each)
-        writer.close()
+        with closing(gguf.GGUFWriter(work / "file", built.name)) as writer:
+            _add_facts(gguf, writer, model, kind)
+            add_tokenizer(gguf, writer, tokenizer, model.config, work)
+            for each in stored:
+                block, size = gguf.GGML_QUANT_SIZES[each.kind]
+                count, shape = each.source.numel() // block * size, tuple(each.source.shape)
+                writer.add_tensor_info(each.name, shape, np.dtype(np.float32), count, each.kind)
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_ti_data_to_file()
+            for each in bar(stored, "GGUF", True):
+                _write(gguf, writer, each)
         os.replace(work / "file", path)
 
 
@@ -148,9 +152,12 @@ def _write(gguf: ModuleType, writer: Any, each: _Stored) -> None:
     values = each.source.detach().float().cpu()
     if each.order is not None:
         values = values[each.order]
-    data = gguf.quants.quantize(values.numpy(), each.kind)
+    with np.errstate(over="ignore", invalid="ignore"):  # what they leave is found below
+        data = gguf.quants.quantize(values.numpy(), each.kind)
+        decoded = torch.from_numpy(gguf.quants.dequantize(data, each.kind).copy())
+    if not bool(decoded.isfinite().all()):
+        raise VQFormatError(f"{each.name} holds weights that are not finite, or beyond fp16.")
     writer.write_tensor_data(data)
-    decoded = torch.from_numpy(gguf.quants.dequantize(data, each.kind).copy())
     if each.order is not None:
         decoded = torch.empty_like(decoded).index_copy_(0, each.order, decoded)
     each.source.copy_(decoded)

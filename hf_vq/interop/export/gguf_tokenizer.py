@@ -41,6 +41,7 @@ def add_tokenizer(gguf: ModuleType, writer: Any, tokenizer: Any, config: Any, fo
         file = json.loads(path.read_text(encoding="utf-8"))
         pattern = _pattern(file)
         special = gguf.SpecialVocab(saved, load_merges=pattern is not None)
+    tokens, kinds = _vocabulary(gguf, file, config.vocab_size)
     if pattern is None:
         writer.add_tokenizer_model("llama")
         writer.add_tokenizer_pre("default")
@@ -49,7 +50,6 @@ def add_tokenizer(gguf: ModuleType, writer: Any, tokenizer: Any, config: Any, fo
     else:
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre(pattern)
-    tokens, kinds = _vocabulary(gguf, file, config.vocab_size)
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
     begins = tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
@@ -76,13 +76,14 @@ def _pattern(file: dict[str, Any]) -> str | None:
     if last.get("type") == "ByteLevel" and not last["add_prefix_space"]:
         before = [_step(step) for step in steps[:-1]]
         by_words = last["use_regex"]
-        for name, known, words in (
-            ("gpt-2", [], True),
-            ("smollm", ["digits"], True),
-            ("qwen2", [_WORDS % r"\p{N}"], False),
-            ("llama-bpe", [_WORDS % r"\p{N}{1,3}"], False),
+        whole = bool(model.get("ignore_merges"))  # words of the vocabulary are not merged
+        for name, known, words, unmerged in (
+            ("gpt-2", [], True, False),
+            ("smollm", ["digits"], True, False),
+            ("qwen2", [_WORDS % r"\p{N}"], False, False),
+            ("llama-bpe", [_WORDS % r"\p{N}{1,3}"], False, True),
         ):
-            if (before, by_words) == (known, words):
+            if (before, by_words, whole) == (known, words, unmerged):
                 return name
     raise _refusal("llama.cpp's name of its pre_tokenizer is not known here")
 
@@ -123,8 +124,15 @@ def _scores(file: dict[str, Any], size: int) -> list[float]:
 
 
 def _vocabulary(gguf: ModuleType, file: dict[str, Any], size: int) -> tuple[list[str], list[int]]:
-    """Tokens by id and their types, as many as the model has."""
+    """Tokens by id and their types, as many as the model has.
+
+    Raises:
+        VQConfigError: the tokenizer has more.
+    """
     kind = gguf.TokenType
+    ids = [*file["model"]["vocab"].values(), *(token["id"] for token in file["added_tokens"])]
+    if max(ids) >= size:
+        raise _refusal(f"it has a token {max(ids)}, and the model {size} embeddings")
     tokens = [f"[PAD{index}]" for index in range(size)]
     kinds = [kind.UNUSED] * size
     fallback = file["model"]["byte_fallback"]

@@ -1,4 +1,5 @@
-"""Checkpoints in GPTQ's format, as GPTQModel, Transformers and vLLM read them: 4 bits, symmetric.
+"""Checkpoints in GPTQ's format, as GPTQModel and vLLM read them, and Transformers where no linear
+layer of a block stays dense: 4 bits, symmetric.
 
     w[o, i] ~ scales[i // group, o] * (code[o, i] - 8)       code 0 .. 15
     qweight int32 [in / 8, out]          code of input 8 r + k in bits 4 k .. 4 k + 3 of row r
@@ -26,6 +27,7 @@ from ...errors import VQConfigError, VQFormatError
 from ...fit.ldlq import Feedback, ldlq_rows
 from ...formats.packing import unpack_bits
 from ...formats.scheme import VQScheme
+from ...nn.experts import VQExperts, holds_experts
 from ...ops.codes import encode_weight
 from ...ops.reference.encode_weight import SCALAR_FACTORS
 from ...progress import Progress
@@ -47,8 +49,20 @@ def group_of(layers: Iterable[nn.Module]) -> int:
     widths = [layer.weight.shape[1] for layer in layers if type(layer) is nn.Linear]
     widths = [width for width in widths if width % GROUPS[-1] == 0]
     if not widths:
-        raise VQConfigError(f"no layer has rows of a multiple of {GROUPS[-1]} weights.")
+        raise VQConfigError(
+            f"no linear layer (nn.Linear) has rows of a multiple of {GROUPS[-1]} weights. Use "
+            "--to dense."
+        )
     return next(group for group in GROUPS if all(width % group == 0 for width in widths))
+
+
+def check_experts(model: nn.Module) -> None:
+    """Raise if a model, dense or of codes, has fused experts."""
+    if any(isinstance(m, VQExperts) or holds_experts(m) for m in model.modules()):
+        raise VQConfigError(
+            f"--to gptq does not write fused experts, as {type(model).__name__} has: readers would "
+            "take them for codes, too. Use --to dense."
+        )
 
 
 @torch.no_grad()
@@ -80,6 +94,7 @@ def write_gptq(
         VQFormatError: a weight is beyond fp16.
     """
     layers = {name: model.get_submodule(name) for name in names}
+    check_experts(model)
     group = group_of(layers.values()) if group is None else group
     coded = {name: layer for name, layer in layers.items() if _fits(layer, group)}
     if not coded:

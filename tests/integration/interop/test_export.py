@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -162,11 +163,38 @@ def test_frequencies_of_llama3(tokenizer, tmp_path):
         ("mistral", {"sliding_window": 16}, "sliding windows"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ("qwen2", {"rope_parameters": LLAMA3}, "rope_type='llama3'"),
+        ("qwen2", {"hidden_size": 64}, "heads that do not make up hidden_size"),
+        ("qwen3", {"attention_bias": True}, "biases of attention"),
     ],
 )
 def test_what_gguf_is_not_written_for(kind, options, named, tokenizer, tmp_path):
     with pytest.raises(VQConfigError, match=f"{named}.*convert_hf_to_gguf"):
         write_gguf(tiny(kind, **options), tokenizer, tmp_path / "m.gguf")
+    assert not list(tmp_path.iterdir())
+
+
+def test_tokens_that_the_model_does_not_have(tokenizer, tmp_path):
+    with pytest.raises(VQConfigError, match="a token 8191, and the model 8000 embeddings"):
+        write_gguf(tiny(vocab_size=8000), tokenizer, tmp_path / "m.gguf")
+    assert not list(tmp_path.iterdir())
+
+
+def test_words_that_are_not_merged(tokenizer, tmp_path):
+    """llama.cpp knows this of a tokenizer by its name alone."""
+    file = json.loads(tokenizer.backend_tokenizer.to_str())
+    file["model"]["ignore_merges"] = True
+    other = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(file)))
+    with pytest.raises(VQConfigError, match="convert_hf_to_gguf"):
+        write_gguf(tiny(), other, tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), 1e30])
+def test_gguf_refuses_what_a_type_does_not_hold(wrong, tokenizer, tmp_path):
+    model = tiny()
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[2, 5] = wrong
+    with pytest.raises(VQFormatError, match=r"ffn_up\.weight holds weights"):
+        write_gguf(model, tokenizer, tmp_path / "m.gguf")
     assert not list(tmp_path.iterdir())
 
 
@@ -318,6 +346,23 @@ def test_gptq_refuses_what_fp16_does_not_hold(wrong):
     weight[2, 5] = wrong
     with pytest.raises(VQFormatError, match="proj holds weights"):
         encode(weight, 128, "proj")
+
+
+def test_gptq_is_not_written_of_fused_experts(quantized, tmp_path, capsys):
+    command = ["export", str(quantized("qwen3-moe")), str(tmp_path / "out"), "--to", "gptq"]
+    assert main(command) == 2
+    assert "fused experts" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_adapter_is_merged_first(coded, tmp_path, capsys):
+    peft = pytest.importorskip("peft")
+    model = AutoModelForCausalLM.from_pretrained(coded)
+    model.add_adapter(peft.LoraConfig(target_modules=["q_proj"], r=2))
+    shutil.copytree(coded, tmp_path / "both")
+    model.save_pretrained(tmp_path / "both")
+    assert main(["export", str(tmp_path / "both"), str(tmp_path / "out")]) == 2
+    assert "merge it" in capsys.readouterr().err
 
 
 def test_gptq_without_layers_that_fit(tmp_path):

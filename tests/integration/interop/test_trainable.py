@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import hf_vq
@@ -85,6 +86,33 @@ def test_resumed_training(quantized, tmp_path):
     trainer = trainer_of(load(), tmp_path, **options)
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert trainer.evaluate()["eval_loss"] == pytest.approx(best, rel=1e-2)
+
+
+@pytest.mark.parametrize("scheme", ["vq-4", "gptvq-2", "qoq-w4a8"])
+@pytest.mark.parametrize("trainable", [None, "scales"])
+def test_stored_tensors_themselves_do_not_train(quantized, scheme, trainable):
+    """Transformers lets every float tensor train that it reads; nothing is frozen here."""
+    model = LOAD(quantized("llama", scheme), quantization_config=VQConfig(trainable=trainable))
+    found = [m._parameters.get(n) for m in vq_modules(model).values() for n in m.specs]
+    before = [tensor.clone() for tensor in found if tensor is not None]
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-3)
+    for _ in range(3):
+        loss = model(tokens(), labels=tokens()).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert loss.isfinite()
+    after = [m._parameters.get(n) for m in vq_modules(model).values() for n in m.specs]
+    assert all(map(torch.equal, before, [tensor for tensor in after if tensor is not None]))
+
+
+def test_dense_experts_keep_no_changes(quantized, tmp_path):
+    model = LOAD(quantized("qwen3-moe"), quantization_config=VQConfig(trainable="scales"))
+    names = set(LOAD(quantized("qwen3-moe")).dequantize().state_dict())
+    dense = model.dequantize()
+    assert set(dense.state_dict()) == names
+    dense.save_pretrained(tmp_path)  # as Transformers names experts
+    assert any("experts.0.gate_proj" in name for name in load_file(tmp_path / "model.safetensors"))
 
 
 def test_experts_train(quantized, tmp_path):
