@@ -174,8 +174,12 @@ def test_the_index_names_every_page():
     assert linked(docs / "index.md") == pages
 
 
-# Messages of Transformers.
-OTHERS = {"Unknown quantization type", "Unknown quantization backend"}
+# Messages of Transformers, and of Python.
+OTHERS = {
+    "Unknown quantization type",
+    "Unknown quantization backend",
+    "unexpected keyword argument 'quantization_config'",
+}
 
 
 def test_troubleshooting_quotes_what_the_package_says():
