@@ -117,9 +117,7 @@ class _Worker:
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": str(self.options["threads"]),
-            "MALLOC_MMAP_THRESHOLD_": str(
-                1 << 20
-            ),  # large tensors leave memory when they are freed
+            "MALLOC_MMAP_THRESHOLD_": str(1 << 20),  # freed tensors leave memory
         }
         self.process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.fine_tuning.worker"],

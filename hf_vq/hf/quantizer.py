@@ -97,6 +97,8 @@ class VQHfQuantizer(HfQuantizer):
         check_layers(config, "config.json")
         return config
 
+    update_tp_plan = update_attn_implementation  # what Transformers before 5.23 calls there
+
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> Any:
@@ -437,8 +439,7 @@ class VQHfQuantizer(HfQuantizer):
         if config.pass2 is not None:
             place_pass2(model, config.pass2)
         model._weight_conversions = dense_conversions(conversions_of(model), model, reverse=True)
-        self._checkpoint = self._model = None
-        self._heads = {}
+        self._checkpoint, self._model, self._heads = None, None, {}
         train(vq_modules(model) | embeddings_of(model), config.trainable or ())
         fuse_inputs(model)
         warn_of_slow_layers(model)

@@ -8,7 +8,9 @@ from hf_vq.fit import fit_weight, fixed_tensors
 from hf_vq.formats import WEIGHT_SCHEMES, qoq, weight_scheme
 from hf_vq.formats.catalog import QOQ_SCHEMES
 from hf_vq.formats.stored_weight import StoredWeight
+from hf_vq.nn.trained import moved
 from hf_vq.ops.reference import codes as reference
+from hf_vq.ops.stored_gradients import weight_gradient
 
 OUT, IN = 24, 256
 FLOATS = ("scale", "scale_2", "codebook", "codebook_2")
@@ -87,3 +89,15 @@ def test_compiled(name):
     compiled = torch.compile(product, backend="aot_eager", fullgraph=True)
     found = torch.autograd.grad(compiled(x, leaves), list(leaves.values()), grad)
     assert all(torch.equal(one, other) for one, other in zip(found, exact, strict=True))
+
+
+def test_a_single_row():
+    grad, x = torch.randn(OUT), torch.randn(IN)
+    assert torch.equal(weight_gradient(grad, x), torch.outer(grad, x))
+
+
+def test_a_moved_tensor_stays_within_fp16():
+    stored = torch.tensor([[1.0, 40000.0, -40000.0]]).half()
+    found = moved(stored, torch.full((1, 3), 3.0), "scale")
+    most = torch.finfo(torch.float16).max
+    assert found.tolist() == [[4.0, most, -most]]
