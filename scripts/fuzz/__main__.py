@@ -59,6 +59,7 @@ def main() -> int:
         "--built", type=Path, default=ROOT / "build" / "cpp-tests",
         help="where kernels/cpu/tests/run built the C++ tests (default: where `make native` does)",
     )  # fmt: skip
+    parser.add_argument("--revision", help="of the source (default: git is asked)")
     parser.add_argument("--out", type=Path, help="write a record")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -101,7 +102,8 @@ def main() -> int:
         if args.subjects != list(SHARES):
             command += f' ARGS="--subjects {" ".join(args.subjects)}"'
         rows = [report.row() for report in reports]
-        write_record(make_record("fuzz", command, settings, {"rows": rows}), args.out)
+        record = make_record("fuzz", command, settings, {"rows": rows}, args.revision)
+        write_record(record, args.out)
     return int(found > 0)
 
 
