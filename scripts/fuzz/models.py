@@ -45,10 +45,10 @@ def save_quantized(folder: Path, kind: str, dense: Path) -> Path:
 
 
 @functools.cache
-def checkpoints(folder: Path) -> dict[str, Path]:
-    """A checkpoint of each of `KINDS`, made once for all subjects."""
+def checkpoints(folder: Path, kinds: tuple[str, ...] = tuple(KINDS)) -> dict[str, Path]:
+    """A checkpoint of each of `kinds`, made once for all subjects."""
     dense = {False: save_dense(folder / "dense"), True: save_dense(folder / "sparse", experts=True)}
-    return {kind: save_quantized(folder / kind, kind, dense[kind == "experts"]) for kind in KINDS}
+    return {kind: save_quantized(folder / kind, kind, dense[kind == "experts"]) for kind in kinds}
 
 
 def load(folder: Path) -> Any:

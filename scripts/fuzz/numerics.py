@@ -84,7 +84,7 @@ def activations(layer: Any, x: Tensor, rng: random.Random, about: str) -> str:
 
 
 def cache(rng: random.Random, make: Callable[..., Tensor], about: str) -> str:
-    """Keys and values whose dense attention is finite: so is that over codes."""
+    """Finite keys and values whose dense attention is finite: so is that over codes."""
     dtype, scheme = rng.choice(DTYPES), rng.choice(KV)
     config = LlamaConfig(
         num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
@@ -93,6 +93,8 @@ def cache(rng: random.Random, make: Callable[..., Tensor], about: str) -> str:
     keys, values = (make(1, 2, 40, 32).to(dtype) for _ in "kv")
     if rng.random() < 0.5:
         keys = keys.clamp(-3, 3)
+    if not bool(keys.isfinite().all() and values.isfinite().all()):
+        return "not finite"
     query = keys.new_full((1, 4, 1, 32), 0.01)
     cache = VQCache(config, scheme, window=rng.choice([0, 8]), static=False)
     where = f"{scheme}, {dtype}, {about}"

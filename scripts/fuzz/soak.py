@@ -9,7 +9,8 @@ of the second tenth by GROWTH, plus the memory that safetensors keeps. Exit stat
 that.
 
 Several processes have seeds that follow each other, share the GPUs of the machine, and have a row
-of the record each.
+of the record each. The record is written again and again, with the time that has passed: a run that
+is cut short leaves what it measured.
 
 The process has one arena of the C library. With one arena per thread, its memory would grow by
 steps of megabytes until every arena has seen the largest load. safetensors 0.8.0 keeps one or two
@@ -28,9 +29,10 @@ import tempfile
 import time
 import warnings
 from collections import defaultdict
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator
 from contextlib import suppress
 from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,7 @@ from hf_vq.evaluation.record import command_line, make_record, write_record
 from hf_vq.hf import register
 
 GROWTH = 4 << 20  # bytes: what an allocator may still find
+REPORT = 20  # seconds between two rows of a process
 ONE_ARENA = {"MALLOC_ARENA_MAX": "1"}  # glibc reads it when a process starts
 SCHEMES = ("u4", "u3", "u2", "turboquant-4", "qserve-kv4")
 KINDS = ("vq-4", "qoq-w4a8", "turboquant-4+4", "mixed")
@@ -100,35 +103,66 @@ def round_of(rng: random.Random, saved: dict[str, Path], device: str) -> int:
     return count
 
 
-def soak(seconds: float, seed: int, device: str) -> dict[str, Any]:
-    """The row of one process."""
+class Soak:
+    """One process: models and caches for a given time.
+
+    Args:
+        device: where.
+        seconds: how long.
+        seed: of everything drawn.
+        saved: folders of the models of KINDS.
+    """
+
+    def __init__(self, device: str, seconds: float, seed: int, saved: dict[str, Path]) -> None:
+        self.seconds, self.device, self.saved = seconds, device, saved
+        self.rng = random.Random(seed)
+        torch.manual_seed(seed)
+        self.memory: dict[str, list[int]] = defaultdict(list)
+        self.kept = kept_by_safetensors(saved)
+        self.tokens, self.start = 0, time.monotonic()
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """The row so far, every REPORT seconds and at the end."""
+        reported = self.start
+        while (now := time.monotonic()) - self.start < self.seconds:
+            self.tokens += round_of(self.rng, self.saved, self.device)
+            self.memory["rss"].append(resident())
+            if self.device != "cpu":
+                for kind, found in of_gpu().items():
+                    self.memory[kind].append(found)
+            if now - reported > REPORT:
+                reported = now
+                yield self.row()
+        yield self.row()
+
+    def row(self) -> dict[str, Any]:
+        """Counts, and the memory at the begin and at the end."""
+        rounds, tenth = len(self.memory["rss"]), max(len(self.memory["rss"]) // 10, 1)
+        seconds = round(time.monotonic() - self.start, 1)
+        row = {"rounds": rounds, "tokens": self.tokens, "seconds": seconds}
+        for kind, each in self.memory.items():
+            row[f"{kind}_begin"] = max(each[tenth : 2 * tenth] or each)
+            row[f"{kind}_end"] = max(each[-tenth:])
+        row["rss_kept_by_safetensors"] = round(self.kept * (rounds - 2 * tenth))
+        return row
+
+
+def run(reports: Connection, device: str, *arguments: Any) -> None:
+    """The work of a process, which sends its rows."""
     faulthandler.enable()  # a process that dies of a signal says where
+    quiet()
+    if device != "cpu":
+        torch.cuda.set_device(device)
+    for row in Soak(device, *arguments).rows():
+        reports.send(row)
+
+
+def quiet() -> None:
+    """Register the quantizer, and silence Transformers."""
     register()
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity(60)
     warnings.simplefilter("ignore")
-    if device != "cpu":
-        torch.cuda.set_device(device)
-    rng = random.Random(seed)
-    torch.manual_seed(seed)
-    memory: dict[str, list[int]] = defaultdict(list)
-    with tempfile.TemporaryDirectory() as folder:
-        saved = models.checkpoints(Path(folder))
-        kept = kept_by_safetensors(saved)
-        start, tokens = time.monotonic(), 0
-        while time.monotonic() - start < seconds:
-            tokens += round_of(rng, saved, device)
-            memory["rss"].append(resident())
-            if device != "cpu":
-                for kind, found in of_gpu().items():
-                    memory[kind].append(found)
-    rounds, tenth = len(memory["rss"]), max(len(memory["rss"]) // 10, 1)
-    row = {"rounds": rounds, "tokens": tokens, "seconds": round(time.monotonic() - start, 1)}
-    for kind, each in memory.items():
-        row[f"{kind}_begin"] = max(each[tenth : 2 * tenth] or each)
-        row[f"{kind}_end"] = max(each[-tenth:])
-    row["rss_kept_by_safetensors"] = round(kept * (rounds - 2 * tenth))
-    return row
 
 
 def grown(row: dict[str, Any]) -> dict[str, int]:
@@ -154,28 +188,47 @@ def main() -> int:
     if not ONE_ARENA.items() <= os.environ.items():
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | ONE_ARENA)
     gpus = torch.cuda.device_count() if args.device == "cuda" else 0
-    with ProcessPoolExecutor(args.processes, get_context("spawn")) as pool:
-        each = [
-            pool.submit(
-                soak, args.seconds, args.seed + number,
-                f"cuda:{number % gpus}" if gpus else args.device,
-            )
-            for number in range(args.processes)
-        ]  # fmt: skip
-        rows = [one.result() for one in each]
-    for row in rows:
+    options = dict.fromkeys(("seconds", "seed", "device", "processes"), "")
+    command = command_line("python scripts/fuzz/soak.py", parser, args, options)
+    settings = {"seconds": args.seconds, "seed": args.seed, "device": args.device}
+    quiet()
+    rows: dict[int, dict[str, Any]] = {}
+    context, processes, reports = get_context("spawn"), [], {}
+    with tempfile.TemporaryDirectory() as folder:
+        saved = models.checkpoints(Path(folder), KINDS)
+        for number in range(args.processes):
+            device = f"cuda:{number % gpus}" if gpus else args.device
+            end, send = context.Pipe(duplex=False)
+            arguments = (send, device, args.seconds, args.seed + number, saved)
+            processes.append(context.Process(target=run, args=arguments))
+            processes[-1].start()
+            send.close()  # so that the end of the process is the end of what is read
+            reports[end] = number
+        while reports:
+            for end in wait(list(reports)):
+                try:
+                    rows[reports[end]] = end.recv()
+                except EOFError:
+                    del reports[end]
+            if args.out is not None:  # a machine that is taken away leaves what was measured
+                results = {"rows": [rows[number] for number in sorted(rows)]}
+                record = make_record(
+                    "soak", command, settings, results, args.revision, device=args.device
+                )
+                write_record(record, args.out)
+        for process in processes:
+            process.join()
+    for number in sorted(rows):
+        row = rows[number]
         changes = ", ".join(f"{kind} {found / 1e6:+.2f} MB" for kind, found in grown(row).items())
         counts = f"{row['rounds']} models, {row['tokens']} tokens, {row['seconds']:.0f} s"
         print(f"soak: {counts}: {changes}")
-    if args.out is not None:
-        options = dict.fromkeys(("seconds", "seed", "device", "processes"), "")
-        command = command_line("python scripts/fuzz/soak.py", parser, args, options)
-        settings = {"seconds": args.seconds, "seed": args.seed, "device": args.device}
-        record = make_record(
-            "soak", command, settings, {"rows": rows}, args.revision, device=args.device
-        )
-        write_record(record, args.out)
-    return int(any(found > GROWTH for row in rows for found in grown(row).values()))
+    died = sum(process.exitcode != 0 for process in processes)
+    if died:
+        print(f"soak: {died} processes died; their errors are above")
+    return int(
+        died > 0 or any(found > GROWTH for row in rows.values() for found in grown(row).values())
+    )
 
 
 if __name__ == "__main__":
