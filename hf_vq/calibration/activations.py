@@ -49,7 +49,7 @@ from .text import (
     context_of,
     find_text,
     halved_batches,
-    sample_text,
+    own_words,
     sequences_of,
     tokenizer_of,
 )
@@ -433,9 +433,7 @@ class ActivationPass:
                     # The first token of a text may have inputs like no other's, and which of
                     # them are large can depend on it: Qwen2.5's differ behind its own first token.
                     count = TOKENS // context
-                    return sample_text(
-                        model, count, context, seed=seed, progress=True, random_starts=count // 2
-                    )
+                    return own_words(model, count, context, seed=seed, random_starts=count // 2)
             except Exception as error:
                 why = _shown(error)
             logger.warning("hf_vq: random tokens are read, not the model's own words: %s", why)

@@ -19,10 +19,13 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 from transformers.utils import logging
 
 from ..errors import VQCalibrationError
-from .offload import in_memory, place_of
+from ..nn.replace import vq_modules
+from .offload import free_memory, in_memory, place_of
 from .targets import Target
 
 logger = logging.get_logger("hf_vq")
+
+_HALVES = (torch.float16, torch.bfloat16)
 
 
 def find_blocks(model: nn.Module, names: Iterable[str]) -> str:
@@ -303,6 +306,36 @@ def replace_forward(block: nn.Module, forward: Callable[..., Any]) -> Callable[[
             block.forward = own
 
     return undo
+
+
+@contextmanager
+def in_float32(model: nn.Module) -> Iterator[None]:
+    """Give the dense 16-bit weights of a model as float32 meanwhile, if its CPU multiplies those
+    faster and has memory for them. The weights come back untouched."""
+    coded = {id(p) for module in vq_modules(model).values() for p in module.parameters()}
+    halves = [p for p in model.parameters() if p.dtype in _HALVES and id(p) not in coded]
+    have = free_memory("cpu")
+    if (
+        any(p.device.type != "cpu" or p.dtype is _multiplied_by_tiles() for p in halves)
+        or have is None
+        or 4 * sum(p.numel() for p in halves) > have // 2
+    ):
+        yield
+        return
+    stored = [p.data for p in halves]
+    try:
+        for parameter in halves:
+            parameter.data = parameter.data.float()
+        yield
+    finally:
+        for parameter, data in zip(halves, stored, strict=True):
+            parameter.data = data
+
+
+def _multiplied_by_tiles() -> torch.dtype | None:
+    """bfloat16 on a CPU with AMX, which multiplies it faster than float32; else None."""
+    has_tiles = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    return torch.bfloat16 if has_tiles() else None
 
 
 def _hidden_of(result: Any) -> Tensor:

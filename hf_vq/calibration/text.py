@@ -14,12 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
+from transformers.utils import logging
 
 from ..cache.argument import cache_argument
 from ..errors import VQCalibrationError, VQError
 from ..hf.calibration_options import MIN_CONTEXT, OWN_WORDS, SHIPPED
 from ..progress import bar
+from .blocks import in_float32
 from .offload import place_of
+
+logger = logging.get_logger("hf_vq")
 
 CONTEXT = 2048
 _WRITTEN_AT_ONCE = 1 << 15  # tokens of a batch of generated sequences
@@ -202,6 +206,16 @@ def _too_short(have: int, need: int) -> VQCalibrationError:
         f"the text is too short: {have} tokens of at least {need}. Use a longer text, or fewer "
         "tokens."
     )
+
+
+def own_words(model: Any, *sizes: int, **options: Any) -> Tensor:
+    """Sample as `sample_text` does, with a progress bar, and on a CPU in the faster dtype."""
+    try:
+        with in_float32(model):
+            return sample_text(model, *sizes, progress=True, **options)
+    except Exception as error:  # the model's code may name a dtype, or memory may end
+        logger.info("hf_vq: %s The text is written in the model's dtype instead.", error)
+        return sample_text(model, *sizes, progress=True, **options)
 
 
 def sample_text(
