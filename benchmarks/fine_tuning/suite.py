@@ -21,11 +21,12 @@ from hf_vq.errors import VQError
 from hf_vq.evaluation.record import Recorder, command_line
 
 from ..records import RESULTS
+from .table import DENSE
 from .worker import TURN
 
 NAME = "finetune"
 METHODS = ("vq-4", "bf16", "nf4")
-_DENSE = ("bf16", "float32", "nf4")
+_WITHOUT_CODES = (DENSE, "float32", "nf4")
 _SHOWN = {"data": "DATA", "methods": "", "steps": "", "tokens": "", "rank": "", "held_out": "",
           "threads": "", "merge": ""}  # fmt: skip
 
@@ -52,7 +53,13 @@ def add_verb(verbs: Any) -> None:
 
 
 def measure(args: argparse.Namespace) -> int:
-    """Run it. Returns the exit status of the command."""
+    """Run it. Returns the exit status of the command.
+
+    Raises:
+        VQError: the methods lack DENSE.
+    """
+    if DENSE not in args.methods:
+        raise VQError(f"--methods needs {DENSE}, which the others are compared with.")
     name = Path(args.model).resolve().name
     command = command_line(f"python -m benchmarks {NAME} MODEL_DIR", args.parser, args, _SHOWN)
     path = args.out or RESULTS / "quality" / f"{NAME}-{name}.jsonl"
@@ -101,7 +108,7 @@ class _Worker:
         names = ("data", "steps", "tokens", "held_out", "rank", "threads", "merge")
         self.options = {name: getattr(args, name) for name in names}
         self.options |= {"method": method, "model": str(args.model), "data": str(args.data)}
-        self.options["codes"] = None if method in _DENSE else str(folder / method)
+        self.options["codes"] = None if method in _WITHOUT_CODES else str(folder / method)
         self.process: subprocess.Popen[str] | None = None
 
     def make_codes(self) -> None:

@@ -9,7 +9,7 @@ from hf_vq.evaluation.text_tables import markdown_table, significant
 
 from ..tables.provenance import sources
 
-_DENSE = "bf16"  # what the others are compared with
+DENSE = "bf16"  # what the others are compared with
 
 
 def training(records: Sequence[dict[str, Any]]) -> str:
@@ -19,12 +19,12 @@ def training(records: Sequence[dict[str, Any]]) -> str:
     lines = []
     for record in records:
         rows = {row["name"]: row for row in record["results"]["rows"]}
-        dense = rows[_DENSE]
+        dense = rows[DENSE]
         for name, row in rows.items():
             lines.append(
                 [
                     record["settings"]["model"],
-                    name if name == _DENSE else f"`{name}`",
+                    name if name == DENSE else f"`{name}`",
                     f"{row['loss_before']:.3f}",
                     f"{row['loss_after']:.3f}",
                     f"{row['cpu_seconds'] / dense['cpu_seconds']:.2f}",
@@ -44,7 +44,7 @@ def above(row: dict[str, Any]) -> int:
 def _floor(record: dict[str, Any]) -> str:
     """The part of memory that no quantizer of linear layers takes away."""
     settings = record["settings"]
-    dense = next(row for row in record["results"]["rows"] if row["name"] == _DENSE)
+    dense = next(row for row in record["results"]["rows"] if row["name"] == DENSE)
     weights, whole = dense["weights_bytes"], above(dense)
     return (
         f"{settings['model']}: {settings['steps']} steps of {settings['sequence']} tokens, rank "

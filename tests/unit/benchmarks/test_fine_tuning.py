@@ -1,5 +1,6 @@
 """Tables of `finetune`, and the sequences that it trains on."""
 
+from benchmarks.__main__ import main
 from benchmarks.fine_tuning import table, worker
 from hf_vq.evaluation.record import make_record
 
@@ -43,3 +44,10 @@ def test_rows_become_equal_sequences():
 def test_memory_is_of_this_process():
     found = worker.memory()
     assert 1 << 20 < found["VmRSS"] <= found["VmHWM"]
+
+
+def test_methods_without_16_bits_are_refused(capsys):
+    """Before anything is made: the others are compared with it."""
+    words = ["finetune", "model", "--data", "data", "--methods", "vq-4"]
+    assert main(words) == 2
+    assert "--methods needs bf16" in capsys.readouterr().err
