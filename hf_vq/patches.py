@@ -29,6 +29,7 @@ CACHE = "a VQCache is made"
 BACKEND = "a model with codes is made, or enable_cache_backend is called"
 CONFIG = "a VQConfig is made, or unpickled"
 TRACE = "torch.compile traces a product of codes"
+CAPTURE = "a model is captured"
 VLLM_KV = "a vLLM whose backends do not size their blocks is asked for a KV cache of codes"
 VLLM_BACKEND = "vLLM may be asked for a KV cache of codes"
 
@@ -90,6 +91,19 @@ TABLE = (
         (CONFIG,),
         "options of a VQConfig that is given for a stored model, such as pass2; the tuple has no "
         "function that adds to it",
+    ),
+    Patch(
+        "transformers.generation.utils:DeferredStopCheck",
+        "hf_vq.hf.cuda_graphs:reading_late",
+        (CAPTURE,),
+        "the GPU does not wait for the host between two tokens; Transformers defers its check for "
+        "the end of a text on MPS only",
+    ),
+    Patch(
+        "transformers.generation.utils:GenerationMixin._sample",
+        "hf_vq.hf.cuda_graphs:late_in_captured",
+        (CAPTURE,),
+        "that check is not told which model generates",
     ),
     Patch(
         "peft.tuners.tuners_utils:BaseTuner.inject_adapter",

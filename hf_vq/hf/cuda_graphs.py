@@ -8,10 +8,16 @@ of torch.compile compare addresses: Python, while the GPU waits. Here the first 
     first steps   compiled code, which checks everything: what ran, on which memory?
     next step     captured as a CUDA graph, unless there is one of just that
     all others    copy the token, its position and the mask; replay
+
+And the host reads a token while the GPU already computes the next one (`reading_late`):
+
+    GPU     step 1 | step 2 | step 3 | ..
+    host           launch 2, read 1 | launch 3, read 2 | ..
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 import warnings
 from collections import OrderedDict
@@ -20,6 +26,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+import transformers.generation.utils
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 from transformers import PreTrainedModel
@@ -48,6 +55,10 @@ def capture(model: PreTrainedModel, enabled: bool = True) -> None:
     activations, runs in the first steps of a call only. Caches that count in Python (sliding
     windows of Transformers) and models that do not compile as a whole run as always.
 
+    The host reads tokens one step late (Transformers 5.23 and later). After an early end a step too
+    many has run: the cache forgets it, but if tokens are sampled, the GPU's generator has drawn
+    once more.
+
     Args:
         model: on one GPU.
         enabled: False = as it was before; its graphs are freed.
@@ -72,6 +83,8 @@ def capture(model: PreTrainedModel, enabled: bool = True) -> None:
         )
     model.__dict__[_ATTRIBUTE] = _Captured(model, devices.pop())
     patches.override(model, "get_compiled_call", partial(_get_compiled_call, model))
+    if hasattr(transformers.generation.utils, "DeferredStopCheck"):  # since 5.23
+        patches.apply(patches.CAPTURE)
 
 
 def _get_compiled_call(model: PreTrainedModel, compile_config: Any) -> Step:
@@ -81,7 +94,64 @@ def _get_compiled_call(model: PreTrainedModel, compile_config: Any) -> Step:
     return compiled if captured is None else _Decoding(captured, compiled)
 
 
-_thread = threading.local()  # `.ran`: what compiled code of this thread ran, on which memory
+def late_in_captured(before: Any) -> Any:
+    """`GenerationMixin._sample`, the loop over tokens, which says whether a captured model runs."""
+
+    @functools.wraps(before)
+    def sample(self: Any, *args: Any, **kwargs: Any) -> Any:
+        outer = getattr(_thread, "is_late", False)
+        _thread.is_late = self.__dict__.get(_ATTRIBUTE) is not None  # a copy's is None
+        try:
+            return before(self, *args, **kwargs)
+        finally:
+            _thread.is_late = outer
+
+    return sample
+
+
+def reading_late(before: Any) -> Any:
+    """`DeferredStopCheck`, which Transformers has for MPS, for captured models: the host learns
+    one step late that a text has ended."""
+
+    class LateStopCheck(before):
+        @staticmethod
+        def is_supported(
+            device: torch.device, cache: Any, cache_is_returned: bool, is_assistant: bool
+        ) -> bool:
+            if not getattr(_thread, "is_late", False):
+                return bool(before.is_supported(device, cache, cache_is_returned, is_assistant))
+            return not is_assistant and (not cache_is_returned or _forgets(cache))
+
+        def __init__(
+            self,
+            input_ids: Tensor,
+            max_length: int,
+            cache: Any,
+            cache_is_returned: bool,
+            streamer: Any = None,
+        ) -> None:
+            self.coded = cache if cache_is_returned and _forgets(cache) else None
+            cache_is_returned = cache_is_returned and self.coded is None
+            super().__init__(input_ids, max_length, cache, cache_is_returned, streamer)
+
+        def finish(self) -> int:
+            undone: int = super().finish()
+            if undone and self.coded is not None:
+                self.coded.crop(-undone)
+            return undone
+
+    return LateStopCheck
+
+
+def _forgets(cache: Any) -> bool:
+    """True if the cache can forget its last tokens, and nothing need be asked for it before."""
+    layers = getattr(cache, "layers", ())
+    return bool(layers) and all(type(layer) is VQStaticLayer for layer in layers)
+
+
+# `.ran`: what compiled code of this thread ran, on which memory; `.is_late`: a captured model
+# generates.
+_thread = threading.local()
 _one_at_a_time = threading.Lock()  # all that is captured
 
 

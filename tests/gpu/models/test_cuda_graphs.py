@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import StaticCache
+from transformers.generation import utils
 
 import hf_vq
 from hf_vq.cache import VQCache
@@ -104,6 +105,50 @@ def test_captured_steps_give_the_tokens_of_plain_ones(
     cache.reset()
     assert torch.equal(greedy(model, ids, cache, 40, attention_mask=mask), wanted)
     assert replays == before
+
+
+@pytest.mark.skipif(not hasattr(utils, "DeferredStopCheck"), reason="Transformers before 5.23")
+@pytest.mark.parametrize("kind", ["internal", "vq"])
+@pytest.mark.parametrize("place", [3, 20, 38, 39])
+def test_an_early_end_is_read_one_step_late(
+    place: int, kind: str, replays: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The text ends where it does without, and the cache forgets the step too many."""
+    model = build("gqa", "sdpa").cuda()
+    other = copy.deepcopy(model)
+    hf_vq.capture(model)
+    ids, mask = ids_and_mask()
+
+    options: dict[str, Any] = {"attention_mask": mask}
+    if kind == "internal":
+        options["cache_implementation"] = "static"
+
+    def new_cache() -> Any:
+        return cache_of("vq", model) if kind == "vq" else None
+
+    whole = greedy(other, ids, new_cache(), 40, **options)
+    end = whole[:, 30 + place].unique().tolist()
+    checks, check = [0], utils.DeferredStopCheck.__call__
+
+    def counted(self: Any, *args: Any) -> bool:
+        checks[0] += 1
+        return bool(check(self, *args))
+
+    monkeypatch.setattr(utils.DeferredStopCheck, "__call__", counted)
+    first, second = new_cache(), new_cache()
+    wanted = greedy(other, ids, first, 40, eos_token_id=end, **options)
+    assert not checks[0]
+    out = greedy(model, ids, second, 40, eos_token_id=end, **options)
+    assert torch.equal(out, wanted) and checks[0] >= out.shape[1] - 30
+    if kind == "vq":
+        assert second.layers[0].length == first.layers[0].length == out.shape[1] - 1
+        more = torch.cat([out, ids[:, :5]], 1)
+        seen = torch.cat([mask, torch.ones_like(more[:, 30:])], 1)
+        turns = [
+            greedy(one, more, cache, 8, attention_mask=seen)
+            for one, cache in ((other, first), (model, second))
+        ]
+        assert torch.equal(*turns)
 
 
 def test_sampling_and_inference_mode(replays: list[int]) -> None:

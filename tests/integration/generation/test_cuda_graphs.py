@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
+import transformers.generation.utils
+from transformers import StaticCache
 
 import hf_vq
-from hf_vq import patches
+from hf_vq import VQCache, patches
 from hf_vq.errors import VQBackendError
 from hf_vq.hf import cuda_graphs
-from tests.fixtures.generation import build
+from tests.fixtures.generation import build, prompt
 
 
 def test_the_method_of_one_model() -> None:
@@ -40,3 +44,112 @@ def test_a_model_on_a_cpu() -> None:
 def test_a_wrapped_model() -> None:
     with pytest.raises(VQBackendError, match=r"Linear; in a PeftModel"):
         hf_vq.capture(torch.nn.Linear(3, 3))  # type: ignore[arg-type]
+
+
+class Event:
+    """`torch.Event`, which CPUs do not have: their copies end at once."""
+
+    def __init__(self, device: torch.device, blocking: bool) -> None:
+        pass
+
+    def record(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+class Streamed:
+    """Streamer that keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.tokens += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.tokens.append(-1)
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch, restored_patches: None) -> Iterator[Any]:
+    """A model on the CPU whose tokens are read one step late, as after `capture`; checks are
+    counted."""
+    monkeypatch.setattr(torch, "Event", Event)
+    patches.apply(patches.CAPTURE)
+    model = build("gqa")
+    model.__dict__[cuda_graphs._ATTRIBUTE] = cuda_graphs._Captured.__new__(cuda_graphs._Captured)
+    model.late_checks = 0
+    check = transformers.generation.utils.DeferredStopCheck
+    call = check.__call__
+
+    def counted(self: Any, *args: Any) -> bool:
+        model.late_checks += 1
+        return bool(call(self, *args))
+
+    monkeypatch.setattr(check, "__call__", counted)
+    yield model
+    patches.undo()
+
+
+def ended(model: Any, cache: Any, end: list[int] | None, ids: torch.Tensor) -> Any:
+    """Greedy ids and what was streamed; sequences end at the tokens `end`."""
+    streamer = Streamed() if len(ids) == 1 else None
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=20,
+        do_sample=False, eos_token_id=end, pad_token_id=0, streamer=streamer,
+    )  # fmt: skip
+    return out, streamer and streamer.tokens
+
+
+@pytest.mark.skipif(
+    not hasattr(transformers.generation.utils, "DeferredStopCheck"),
+    reason="this Transformers reads every token at once",
+)
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("place", [0, 7, 18, 19, None])
+def test_tokens_that_are_read_late_are_the_same(late: Any, rows: int, place: int | None) -> None:
+    """Text, stream and cache, wherever the longest sequence ends; then another turn."""
+    plain = build("gqa")
+    plain.load_state_dict(late.state_dict())
+
+    def new_cache() -> VQCache:
+        return VQCache(plain.config, max_cache_len=64, window=4, static=True)
+
+    ids = prompt(12, rows)
+    whole, _ = ended(plain, new_cache(), None, ids)
+    end = None if place is None else whole[:, 12 + place].unique().tolist()
+    caches = new_cache(), new_cache()
+    wanted, found = ended(plain, caches[0], end, ids), ended(late, caches[1], end, ids)
+    assert torch.equal(found[0], wanted[0]) and found[1] == wanted[1]
+    assert late.late_checks >= found[0].shape[1] - 12
+    lengths = [[int(layer.get_seq_length()) for layer in cache.layers] for cache in caches]
+    assert lengths[0] == lengths[1]
+    more = torch.cat([found[0], prompt(3, rows)], 1)
+    turns = [
+        model.generate(
+            more, attention_mask=torch.ones_like(more), past_key_values=cache, max_new_tokens=6,
+            do_sample=False, pad_token_id=0, eos_token_id=None,
+        )
+        for model, cache in zip((plain, late), caches, strict=True)
+    ]  # fmt: skip
+    assert torch.equal(*turns)
+
+
+@pytest.mark.skipif(
+    not hasattr(transformers.generation.utils, "DeferredStopCheck"),
+    reason="this Transformers reads every token at once",
+)
+def test_other_models_and_caches_read_every_token_at_once(late: Any) -> None:
+    """A model that is not captured, a copy of one that is, and a cache that cannot forget."""
+    plain, ids = build("gqa"), prompt(12, 1)
+    ended(plain, VQCache(plain.config, max_cache_len=64, static=True), None, ids)
+    ended(copy.deepcopy(late), VQCache(plain.config, max_cache_len=64, static=True), None, ids)
+    ended(late, StaticCache(config=plain.config, max_cache_len=64), None, ids)
+    assert late.late_checks == 0
+    ended(late, VQCache(plain.config, max_cache_len=64, static=True), None, ids)
+    assert late.late_checks == 20
+    hf_vq.capture(late, enabled=False)
+    ended(late, VQCache(plain.config, max_cache_len=64, static=True), None, ids)
+    assert late.late_checks == 20
