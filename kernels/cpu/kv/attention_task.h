@@ -102,7 +102,7 @@ struct Desk {
 
  private:
   template <typename T> T* take(uint8_t* memory, int64_t count) {
-    T* const found = reinterpret_cast<T*>(memory + size);
+    T* const found = memory == nullptr ? nullptr : reinterpret_cast<T*>(memory + size);  // null: the size is asked
     size += (count * int64_t(sizeof(T)) + 63) / 64 * 64;
     return found;
   }

@@ -107,11 +107,13 @@ template <int E, int X, class Code> inline __m128i load_two_words(const uint64_t
 }
 template <int E, int X, class Code> inline __m256i load_four_words(const uint64_t* tables, const Code* code) {
   const __m256i first = _mm256_castsi128_si256(load_two_words<E, X>(tables, code));
-  return _mm256_inserti128_si256(first, load_two_words<E, X>(tables, code + 16 / X), 1);
+  const __m128i second = load_two_words<E, X>(tables, code + 16 / X);  // named: the intrinsic is a macro in Clang
+  return _mm256_inserti128_si256(first, second, 1);
 }
 template <int E, int X, class Code> inline Bytes load_words(const uint64_t* tables, const Code* code) {
   const __m512i first = _mm512_castsi256_si512(load_four_words<E, X>(tables, code));
-  return {_mm512_inserti64x4(first, load_four_words<E, X>(tables, code + 32 / X), 1)};
+  const __m256i second = load_four_words<E, X>(tables, code + 32 / X);
+  return {_mm512_inserti64x4(first, second, 1)};
 }
 inline Bytes load_words_12_bits(const uint64_t* table, const uint8_t* codes) {
   const __m512i packed = _mm512_castsi128_si512(_mm_maskz_loadu_epi8(0x0fff, codes));

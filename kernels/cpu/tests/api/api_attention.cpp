@@ -47,6 +47,7 @@ struct Step {
   Guarded<double> out;    // [batch, heads * group, queries, v.dim]
   Guarded<double> apart;  // by how much two instruction sets may differ there
   double size = 0;        // of a value
+  double rounding = 0;    // what 8 bits of the entries do to a value
 
   explicit Step(const Shape& s)
       : batch(s.batch),
@@ -171,6 +172,7 @@ struct Step {
         const Seen keys = see(k, sink_k, tail_k, b, h), values = see(v, sink_v, tail_v, b, h);
         for (int64_t i = 0; i < total * values.dim; ++i) size = std::fmax(size, std::fabs(values.far[size_t(i)]));
         for (size_t i = 0; i < values.near.size(); ++i) size = std::fmax(size, std::fabs(values.near[i]));
+        for (int64_t t = 0; t < v.c.count; ++t) rounding = std::fmax(rounding, v.rounding(b, h, v.c.first + t));
         for (int64_t head = h * group; head < (h + 1) * group; ++head)
           for (int64_t q = 0; q < queries; ++q) compute(keys, values, b, head, q, score.get());
       }
@@ -244,15 +246,13 @@ struct Step {
     for (int64_t d = 0; d < dim; ++d) x[size_t(d)] = query.at(b, head, q, d);
     if (!k.c.learned) {
       k.rotate(x.get());
-      double unit, entry = 0, scale = 0;
+      double unit, scale = 0;
       const double doubt = doubt_of_rounding(x.get(), dim, k.c.block, unit);
       int either = 0;
       for (int64_t d = 0; d < dim && unit > 0; ++d) either += undecided(x[size_t(d)] / unit, doubt);
-      for (size_t i = 0; i < k.codebook.size(); ++i)
-        entry = std::fmax(entry, std::fabs(double(half_to_float(k.codebook[i]))));
       for (int64_t t = 0; t < k.c.count; ++t)
         scale = std::fmax(scale, std::fabs(k.scale_of(b, head / group, k.c.first + t)));
-      return either * unit * entry * scale;
+      return either * unit * k.largest * scale;
     }
     // Tables of 8 bits above their minimum: those within a factor of two of the widest, of half of it, .. have
     // the same step.
@@ -343,8 +343,8 @@ void check_attention(Step& s, Tally& tally) {
             const double other = first.at(b, h, q, d);
             excess = std::fmax(excess, std::fabs(value - other) - s.apart[at] - last_bit * std::fabs(other));
           }
-    // Queries and entries have 8 bits, which moves logits and values by up to one percent of the largest.
-    that(worst <= (0.03 + last_bit) * s.size && excess <= 0,
+    // Queries and entries of keys have 8 bits, which moves logits by up to one percent of the largest.
+    that(worst <= (0.03 + last_bit) * s.size + s.rounding && excess <= 0,
          "attention %s %s / %s dim %d %d, coded %d from %d and %d, total %d, tail from %d, sinks %d, window %d, "
          "fresh %d, queries %d, group %d%s%s%s, %d rotary pairs from %d: error %g, from scalar %g more "
          "than allowed, of %g",

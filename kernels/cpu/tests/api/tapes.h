@@ -34,6 +34,7 @@ struct Tape {
   Guarded<uint8_t> data;
   Guarded<uint16_t> scale, codebook;
   Guarded<float> mean, rotary_mean, rotary_table, inv_freq;
+  double largest = 0;  // of the entries
   bool interleaved = false;
 
   Tape(const Coding& how, int64_t batch_size, int64_t heads_count, int64_t tokens_count, int dim, bool with_mean)
@@ -55,6 +56,8 @@ struct Tape {
     const size_t tables = how.learned ? size_t(heads * vectors) : 1;
     codebook = random_halves((tables * size_t(how.x)) << how.bits, 1, false);
     c.codebook = codebook.get();
+    for (size_t i = 0; i < codebook.size(); ++i)
+      largest = std::fmax(largest, std::fabs(double(half_to_float(codebook[i]))));
     if (with_mean) {
       mean = Guarded<float>(size_t(lists * dim));
       for (size_t i = 0; i < mean.size(); ++i) mean[i] = random_normal();
@@ -180,6 +183,21 @@ struct Tape {
     rotate(row);
     for (int64_t i = 0; i < c.dim; ++i) row[i] += mean_of(b, h, i);
     add_turned(b, h, token, row);
+  }
+
+  // By how much a decoded number is wrong at most if entries are rounded to 8 bits. The transform adds up the
+  // errors of a block: where all its codes are the same, to sqrt(block) times the error of an entry.
+  double rounding(int64_t b, int64_t h, int64_t token) const {
+    if (c.learned || largest == 0) return 0;
+    const double step = largest / 127;
+    double row[256], worst = 0;
+    for (int64_t i = 0; i < c.dim; ++i) {
+      const double number = entry(h, i / c.x, code(c.data, b, h, token, i / c.x), int(i % c.x));
+      row[i] = (std::nearbyint(number / step) * step - number) * scale_of(b, h, token);
+    }
+    rotate(row);
+    for (int64_t i = 0; i < c.dim; ++i) worst = std::fmax(worst, std::fabs(row[i]));
+    return worst;
   }
 };
 
