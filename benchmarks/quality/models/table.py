@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -62,7 +63,7 @@ def caches(records: _Records) -> str:
 
 
 def _table(records: _Records, what: str, bits: str, read: str) -> str:
-    """A line for each row that a model has, what was scored, and how exact it is.
+    """A line for each row that two models have, or the only one; what was scored; how exact it is.
 
     Args:
         what: of the rows that are shown.
@@ -78,7 +79,8 @@ def _table(records: _Records, what: str, bits: str, read: str) -> str:
         for record in records
     ]
     longest_first = sorted(found, key=len, reverse=True)
-    names = list(dict.fromkeys(name for rows in longest_first for name in rows))
+    times = Counter(name for rows in longest_first for name in rows)
+    names = [name for name, count in times.items() if count > 1 or len(records) == 1]
     head = ["KV cache" if what == "kv" else "weights", "bits"]
     head += [record["settings"]["model"] for record in records]
     cells = [
@@ -89,7 +91,8 @@ def _table(records: _Records, what: str, bits: str, read: str) -> str:
         ]
         for name in names
     ]
-    errors = standard_errors([row for rows in found for row in rows.values()])
+    shown = [rows[name] for rows in found for name in names if name in rows]
+    errors = standard_errors(shown)
     text = records[0]["settings"]["text"]
     return f"{markdown_table(head, cells)}\n\nOn {text}: {read}. {errors}"
 
