@@ -210,10 +210,13 @@ def _too_short(have: int, need: int) -> VQCalibrationError:
 
 def own_words(model: Any, *sizes: int, **options: Any) -> Tensor:
     """Sample as `sample_text` does, with a progress bar, and on a CPU in the faster dtype."""
+    converted = False
     try:
-        with in_float32(model):
+        with in_float32(model) as converted:
             return sample_text(model, *sizes, progress=True, **options)
     except Exception as error:  # the model's code may name a dtype, or memory may end
+        if not converted:
+            raise
         logger.info("hf_vq: %s The text is written in the model's dtype instead.", error)
         return sample_text(model, *sizes, progress=True, **options)
 

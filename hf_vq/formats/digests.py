@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import json
 import logging
-import mmap
 import os
 import shutil
 import threading
@@ -28,7 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from blake3 import blake3
 
@@ -41,7 +40,7 @@ CURE = "Download or copy it again, or make it anew."
 _METADATA = "__metadata__"  # no tensor may have this name
 _DIGITS = 32  # hexadecimal, 128 bits
 SEGMENT = 1 << 25  # bytes
-_PIECE = 1 << 23  # bytes between two looks at the file and at whether somebody waits
+_PIECE = 1 << 20  # bytes of one read: fits a core's cache, and locks are rare
 _MOST_THREADS = 16
 _SHOWN = 8  # problems in one message
 
@@ -339,15 +338,16 @@ class _Hashing:
 
     def _run(self) -> None:
         """Hash one segment after the other, until there are none."""
-        # Mapped, as the loader has the same pages: reading would copy each byte once more.
-        files: dict[str, _Mapped] = {}
+        # Read and not mapped: a file that is cut meanwhile is then an error, and no SIGBUS.
+        buffer = memoryview(bytearray(_PIECE))
+        files: dict[str, BinaryIO] = {}
         try:
             while True:
                 with self._lock:
                     segment = next(self._left)
                 if segment.path not in files:
-                    files[segment.path] = _Mapped(segment.path)
-                if not self._hash(segment, files[segment.path]):
+                    files[segment.path] = open(segment.path, "rb", buffering=0)  # noqa: SIM115
+                if not self._hash(segment, files[segment.path], buffer):
                     return
         except StopIteration:
             pass
@@ -357,17 +357,22 @@ class _Hashing:
             for file in files.values():
                 file.close()
 
-    def _hash(self, segment: _Segment, file: _Mapped) -> bool:
+    def _hash(self, segment: _Segment, file: BinaryIO, buffer: memoryview) -> bool:
         """Hash one segment; False if nobody waits for it any more."""
         part = segment.part
         meaning = self.meanings.get(part.name, "")
         whole = _start([part.name, part.dtype, part.shape, meaning])
         hashed = whole if part.nbytes <= SEGMENT else blake3()
-        for begin in range(segment.begin, segment.end, _PIECE):
+        file.seek(segment.begin)
+        left = segment.end - segment.begin
+        while left:
             if self.stopped:
                 return False
-            with file.bytes(begin, min(begin + _PIECE, segment.end)) as piece:
-                hashed.update(piece)
+            count = file.readinto(buffer[:left])  # type: ignore[attr-defined]
+            if not count:
+                raise OSError(f"{file.name} ends within {part.name}")
+            hashed.update(buffer[:count])
+            left -= count
         with self._lock:
             self.done(segment.end - segment.begin)
             if hashed is not whole:
@@ -378,29 +383,6 @@ class _Hashing:
                 whole.update(b"".join(known[begin] for begin in sorted(known)))
             self.found[segment.file][part.name] = whole.hexdigest()[:_DIGITS]
         return True
-
-
-class _Mapped:
-    """A file that one thread reads, mapped into memory."""
-
-    def __init__(self, path: str) -> None:
-        self._file = open(path, "rb", buffering=0)  # noqa: SIM115
-        self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
-
-    def bytes(self, begin: int, end: int) -> memoryview:
-        """Bytes `begin` to `end`.
-
-        Raises:
-            OSError: the file has become shorter, and touching them would end the process.
-        """
-        if os.fstat(self._file.fileno()).st_size < end:
-            raise OSError(f"{self._file.name} was cut while it was read")
-        return memoryview(self._map)[begin:end]
-
-    def close(self) -> None:
-        """Give the mapping and the file back."""
-        self._map.close()
-        self._file.close()
 
 
 def _cores() -> int:

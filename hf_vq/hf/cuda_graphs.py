@@ -18,15 +18,16 @@ And the host reads a token while the GPU already computes the next one (`reading
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, cast
 
 import torch
-import transformers.generation.utils
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 from transformers import PreTrainedModel
@@ -39,6 +40,7 @@ from ..errors import VQBackendError
 
 _ATTRIBUTE = "_hf_vq_captured"
 _KEPT = 4  # graphs of a model
+_LATE = ("cuda",)  # types of devices whose tokens are read late
 
 Inputs = dict[str, Any]
 Step = Callable[..., Any]
@@ -83,8 +85,7 @@ def capture(model: PreTrainedModel, enabled: bool = True) -> None:
         )
     model.__dict__[_ATTRIBUTE] = _Captured(model, devices.pop())
     patches.override(model, "get_compiled_call", partial(_get_compiled_call, model))
-    if hasattr(transformers.generation.utils, "DeferredStopCheck"):  # since 5.23
-        patches.apply(patches.CAPTURE)
+    patches.apply(patches.CAPTURE)
 
 
 def _get_compiled_call(model: PreTrainedModel, compile_config: Any) -> Step:
@@ -115,32 +116,38 @@ def reading_late(before: Any) -> Any:
 
     class LateStopCheck(before):
         @staticmethod
-        def is_supported(
-            device: torch.device, cache: Any, cache_is_returned: bool, is_assistant: bool
-        ) -> bool:
-            if not getattr(_thread, "is_late", False):
-                return bool(before.is_supported(device, cache, cache_is_returned, is_assistant))
-            return not is_assistant and (not cache_is_returned or _forgets(cache))
+        def is_supported(*args: Any, **kwargs: Any) -> bool:
+            known = inspect.signature(before.is_supported).bind(*args, **kwargs).arguments
+            late = getattr(_thread, "is_late", False) and not known.get("is_assistant")
+            if not late or known["device"].type not in _LATE or "cache" not in known:
+                return bool(before.is_supported(*args, **kwargs))
+            return not known.get("cache_is_returned", True) or _forgets(known["cache"])
 
-        def __init__(
-            self,
-            input_ids: Tensor,
-            max_length: int,
-            cache: Any,
-            cache_is_returned: bool,
-            streamer: Any = None,
-        ) -> None:
-            self.coded = cache if cache_is_returned and _forgets(cache) else None
-            cache_is_returned = cache_is_returned and self.coded is None
-            super().__init__(input_ids, max_length, cache, cache_is_returned, streamer)
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            bound = inspect.signature(before).bind(*args, **kwargs)
+            known = bound.arguments
+            self.coded, self.place = None, known["input_ids"].device
+            if known.get("cache_is_returned") and _forgets(known["cache"]):
+                self.coded, known["cache_is_returned"] = known["cache"], False
+            super().__init__(*bound.args, **bound.kwargs)
+
+        def __call__(self, *args: Any) -> bool:
+            with _on(self.place):
+                return bool(super().__call__(*args))
 
         def finish(self) -> int:
-            undone: int = super().finish()
-            if undone and self.coded is not None:
-                self.coded.crop(-undone)
+            with _on(self.place):
+                undone: int = super().finish()
+                if undone and self.coded is not None:
+                    self.coded.crop(-undone)
             return undone
 
     return LateStopCheck
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    """An event is recorded on the current device, whichever it was made for."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _forgets(cache: Any) -> bool:

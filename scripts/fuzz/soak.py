@@ -191,7 +191,10 @@ def main() -> int:
     options = dict.fromkeys(("seconds", "seed", "device", "processes"), "")
     command = command_line("python scripts/fuzz/soak.py", parser, args, options)
     settings = {"seconds": args.seconds, "seed": args.seed, "device": args.device}
+    record = make_record("soak", command, settings, {}, args.revision, device=args.device)
+    record["complete"] = False
     quiet()
+    torch.manual_seed(args.seed)
     rows: dict[int, dict[str, Any]] = {}
     context, processes, reports = get_context("spawn"), [], {}
     with tempfile.TemporaryDirectory() as folder:
@@ -210,20 +213,19 @@ def main() -> int:
                     rows[reports[end]] = end.recv()
                 except EOFError:
                     del reports[end]
+            record["results"] = {"rows": [rows[number] for number in sorted(rows)]}
             if args.out is not None:  # a machine that is taken away leaves what was measured
-                results = {"rows": [rows[number] for number in sorted(rows)]}
-                record = make_record(
-                    "soak", command, settings, results, args.revision, device=args.device
-                )
                 write_record(record, args.out)
         for process in processes:
             process.join()
+    died = sum(process.exitcode != 0 for process in processes)
+    if args.out is not None:
+        write_record({**record, "complete": not died}, args.out)
     for number in sorted(rows):
         row = rows[number]
         changes = ", ".join(f"{kind} {found / 1e6:+.2f} MB" for kind, found in grown(row).items())
         counts = f"{row['rounds']} models, {row['tokens']} tokens, {row['seconds']:.0f} s"
         print(f"soak: {counts}: {changes}")
-    died = sum(process.exitcode != 0 for process in processes)
     if died:
         print(f"soak: {died} processes died; their errors are above")
     return int(

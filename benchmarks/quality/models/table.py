@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from hf_vq.errors import VQError
@@ -85,7 +85,7 @@ def _table(records: _Records, what: str, bits: str, read: str) -> str:
     head += [record["settings"]["model"] for record in records]
     cells = [
         [
-            _label(name, names),
+            _label(name, times),
             span((rows[name][bits] for rows in found if name in rows), "{:.2f}".format),
             *(_cell(rows[name]) if name in rows else "-" for rows in found),
         ]
@@ -122,7 +122,7 @@ def _cell(row: dict[str, Any]) -> str:
     return f"{shown}, {row['change']:+.{0 if row['change'] > 10 else 1}f} %"
 
 
-def _label(name: str, names: Sequence[str]) -> str:
+def _label(name: str, names: Collection[str]) -> str:
     if f"{name}{_DEFAULT}" in names:
         return f"`{name}`, `activations=None`"
     return _PEERS.get(name, f"`{name.removesuffix(_DEFAULT)}`")

@@ -77,6 +77,7 @@ def late(monkeypatch: pytest.MonkeyPatch, restored_patches: None) -> Iterator[An
     """A model on the CPU whose tokens are read one step late, as after `capture`; checks are
     counted."""
     monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr(cuda_graphs, "_LATE", ("cpu",))
     patches.apply(patches.CAPTURE)
     model = build("gqa")
     model.__dict__[cuda_graphs._ATTRIBUTE] = cuda_graphs._Captured.__new__(cuda_graphs._Captured)
@@ -141,13 +142,18 @@ def test_tokens_that_are_read_late_are_the_same(late: Any, rows: int, place: int
     not hasattr(transformers.generation.utils, "DeferredStopCheck"),
     reason="this Transformers reads every token at once",
 )
-def test_other_models_and_caches_read_every_token_at_once(late: Any) -> None:
-    """A model that is not captured, a copy of one that is, and a cache that cannot forget."""
+def test_other_models_and_caches_read_every_token_at_once(
+    late: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that is not captured, a copy of one that is, a cache that cannot forget, a CPU."""
     plain, ids = build("gqa"), prompt(12, 1)
     ended(plain, VQCache(plain.config, max_cache_len=64, static=True), None, ids)
     ended(copy.deepcopy(late), VQCache(plain.config, max_cache_len=64, static=True), None, ids)
     ended(late, StaticCache(config=plain.config, max_cache_len=64), None, ids)
     assert late.late_checks == 0
+    ended(late, VQCache(plain.config, max_cache_len=64, static=True), None, ids)
+    assert late.late_checks == 20
+    monkeypatch.setattr(cuda_graphs, "_LATE", ("cuda",))  # the model has moved to the CPU since
     ended(late, VQCache(plain.config, max_cache_len=64, static=True), None, ids)
     assert late.late_checks == 20
     hf_vq.capture(late, enabled=False)

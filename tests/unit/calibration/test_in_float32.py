@@ -1,5 +1,7 @@
 """Float32 copies of a model's weights for the time in which it writes a text."""
 
+import platform
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -18,12 +20,14 @@ SIZES = {
 @pytest.fixture(params=[torch.bfloat16, torch.float16])
 def model(request, monkeypatch):
     monkeypatch.setattr(blocks, "_multiplied_by_tiles", lambda: None)
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     return LlamaForCausalLM(LlamaConfig(**SIZES)).to(request.param).eval()
 
 
 def test_weights_come_back_untouched(model):
     before = {name: (p, p.data_ptr(), p.clone()) for name, p in model.named_parameters()}
-    with pytest.raises(KeyboardInterrupt), in_float32(model):
+    with pytest.raises(KeyboardInterrupt), in_float32(model) as converted:
+        assert converted
         assert {p.dtype for p in model.parameters()} == {torch.float32}
         assert model.lm_head.weight is model.model.embed_tokens.weight
         assert model(torch.tensor([[1, 2]])).logits.dtype == torch.float32
@@ -45,15 +49,32 @@ def test_codes_keep_their_dtype(model):
         assert bool(model(torch.tensor([[1, 2]])).logits.isfinite().all())
 
 
-@pytest.mark.parametrize("reason", ["memory", "unknown memory", "tiles"])
+@pytest.mark.parametrize("reason", ["memory", "unknown memory", "tiles", "Arm"])
 def test_a_model_is_left_alone(model, reason, monkeypatch):
     if reason == "tiles":
         monkeypatch.setattr(blocks, "_multiplied_by_tiles", lambda: model.dtype)
+    elif reason == "Arm":
+        monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     else:
         free = 8 * model.num_parameters() - 1 if reason == "memory" else None
         monkeypatch.setattr(blocks, "free_memory", lambda place: free)
-    with in_float32(model):
-        assert model.dtype in (torch.float16, torch.bfloat16)
+    with in_float32(model) as converted:
+        assert not converted and model.dtype in (torch.float16, torch.bfloat16)
+
+
+def test_an_error_of_a_model_that_was_left_alone_is_raised_at_once(model, monkeypatch):
+    """It would fail again, after as long."""
+    monkeypatch.setattr(blocks, "_multiplied_by_tiles", lambda: model.dtype)
+    calls = []
+
+    def failing(*args, **kwargs):
+        calls.append(1)
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(model, "forward", failing)
+    with pytest.raises(RuntimeError, match="no"):
+        text.own_words(model, 2, 4, seed=1)
+    assert len(calls) == 1
 
 
 def test_a_model_that_needs_its_dtype_writes_in_it(model, monkeypatch):

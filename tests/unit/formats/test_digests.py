@@ -235,7 +235,7 @@ def test_threads_end_when_the_wait_is_interrupted(file, monkeypatch):
 
 
 def test_a_file_that_is_cut_while_it_is_read(tmp_path, monkeypatch):
-    """An error: to touch the bytes that are gone would end the process."""
+    """An error, where a mapped file would end the process."""
     monkeypatch.setattr(digests, "_MOST_THREADS", 1)
     path = tmp_path / "cut"
     tensors = {name: torch.zeros(1 << 16, dtype=torch.uint8) for name in "ab"}
@@ -247,7 +247,7 @@ def test_a_file_that_is_cut_while_it_is_read(tmp_path, monkeypatch):
         with path.open("r+b") as opened:
             opened.truncate(end)
 
-    with pytest.raises(VQFormatError, match="cut was cut while it was read"):
+    with pytest.raises(VQFormatError, match="cut ends within b"):
         Check([path], done=cut).finish()
 
 
