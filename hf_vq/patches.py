@@ -48,7 +48,6 @@ class Patch:
         fills: a slot that is filled only if it is None and its module is imported; of several with
             one replacement the first that is free.
         waits: nothing is imported for it; if its module is not, it is made when that is.
-        optional: versions without it are fine.
     """
 
     target: str
@@ -57,7 +56,6 @@ class Patch:
     why: str
     fills: bool = False
     waits: bool = False
-    optional: bool = False
 
 
 TABLE = (
@@ -99,8 +97,7 @@ TABLE = (
         "hf_vq.hf.cuda_graphs:reading_late",
         (CAPTURE,),
         "the GPU does not wait for the host between two tokens; Transformers defers its check for "
-        "the end of a text on MPS only, and before 5.23 nowhere",
-        optional=True,
+        "the end of a text on MPS only",
     ),
     Patch(
         "transformers.generation.utils:GenerationMixin._sample",
@@ -319,8 +316,6 @@ def _replace(patch: Patch) -> None:
         owner = _get(path) if ":" in path else import_module(path)
         before = getattr(owner, name)
     except (ImportError, AttributeError):
-        if patch.optional:
-            return
         warnings.warn(
             f"this version has no {patch.target}, which hf_vq replaces: {patch.why}. Install a "
             "version that hf_vq was made for.",

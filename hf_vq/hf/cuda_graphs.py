@@ -57,9 +57,8 @@ def capture(model: PreTrainedModel, enabled: bool = True) -> None:
     activations, runs in the first steps of a call only. Caches that count in Python (sliding
     windows of Transformers) and models that do not compile as a whole run as always.
 
-    The host reads tokens one step late (Transformers 5.23 and later). After an early end a step too
-    many has run: the cache forgets it, but if tokens are sampled, the GPU's generator has drawn
-    once more.
+    The host reads tokens one step late. After an early end a step too many has run: the cache
+    forgets it, but if tokens are sampled, the GPU's generator has drawn once more.
 
     Args:
         model: on one GPU.

@@ -9,10 +9,8 @@ import types
 from importlib.util import find_spec
 
 import pytest
-import transformers
 
 from hf_vq import patches
-from packaging import version
 
 LIBRARIES = ("transformers", "accelerate", "torch", "peft", "huggingface_hub", "safetensors")
 
@@ -311,6 +309,5 @@ def test_every_entry_of_the_table_is_there():
     for patch in patches.TABLE:
         if patch.target.startswith("vllm.") and find_spec("vllm") is None:
             continue
-        if not patch.optional or version.parse(transformers.__version__) >= version.parse("5.23"):
-            patches._get(patch.target)
+        patches._get(patch.target)
         assert callable(patches._get(patch.replacement)) and patch.why and patch.events

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import StaticCache
-from transformers.generation import utils
+from transformers.generation.utils import DeferredStopCheck
 
 import hf_vq
 from hf_vq.cache import VQCache
@@ -107,17 +107,20 @@ def test_captured_steps_give_the_tokens_of_plain_ones(
     assert replays == before
 
 
-@pytest.mark.skipif(not hasattr(utils, "DeferredStopCheck"), reason="Transformers before 5.23")
+@pytest.mark.parametrize("index", [0, 1])
 @pytest.mark.parametrize("kind", ["internal", "vq"])
 @pytest.mark.parametrize("place", [3, 20, 38, 39])
 def test_an_early_end_is_read_one_step_late(
-    place: int, kind: str, replays: list[int], monkeypatch: pytest.MonkeyPatch
+    place: int, kind: str, index: int, replays: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The text ends where it does without, and the cache forgets the step too many."""
-    model = build("gqa", "sdpa").cuda()
+    """The text ends where it does without, and the cache forgets the step too many; also on a GPU
+    that is not the current one."""
+    if index >= torch.cuda.device_count():
+        pytest.skip("needs two GPUs")
+    model = build("gqa", "sdpa").to(f"cuda:{index}")
     other = copy.deepcopy(model)
     hf_vq.capture(model)
-    ids, mask = ids_and_mask()
+    ids, mask = (part.to(model.device) for part in ids_and_mask())
 
     options: dict[str, Any] = {"attention_mask": mask}
     if kind == "internal":
@@ -128,13 +131,13 @@ def test_an_early_end_is_read_one_step_late(
 
     whole = greedy(other, ids, new_cache(), 40, **options)
     end = whole[:, 30 + place].unique().tolist()
-    checks, check = [0], utils.DeferredStopCheck.__call__
+    checks, check = [0], DeferredStopCheck.__call__
 
     def counted(self: Any, *args: Any) -> bool:
         checks[0] += 1
         return bool(check(self, *args))
 
-    monkeypatch.setattr(utils.DeferredStopCheck, "__call__", counted)
+    monkeypatch.setattr(DeferredStopCheck, "__call__", counted)
     first, second = new_cache(), new_cache()
     wanted = greedy(other, ids, first, 40, eos_token_id=end, **options)
     assert not checks[0]

@@ -104,10 +104,6 @@ def ended(model: Any, cache: Any, end: list[int] | None, ids: torch.Tensor) -> A
     return out, streamer and streamer.tokens
 
 
-@pytest.mark.skipif(
-    not hasattr(transformers.generation.utils, "DeferredStopCheck"),
-    reason="this Transformers reads every token at once",
-)
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("place", [0, 7, 18, 19, None])
 def test_tokens_that_are_read_late_are_the_same(late: Any, rows: int, place: int | None) -> None:
@@ -138,10 +134,6 @@ def test_tokens_that_are_read_late_are_the_same(late: Any, rows: int, place: int
     assert torch.equal(*turns)
 
 
-@pytest.mark.skipif(
-    not hasattr(transformers.generation.utils, "DeferredStopCheck"),
-    reason="this Transformers reads every token at once",
-)
 def test_other_models_and_caches_read_every_token_at_once(
     late: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
