@@ -311,11 +311,11 @@ def replace_forward(block: nn.Module, forward: Callable[..., Any]) -> Callable[[
 
 @contextmanager
 def in_float32(model: nn.Module) -> Iterator[bool]:
-    """Give the dense 16-bit weights of a model as float32 meanwhile, if its CPU multiplies those
-    faster and has memory for them; yields whether it does. The weights come back untouched.
+    """Keep the dense 16-bit weights of a model as float32 for the duration of the block, on an x86
+    CPU without AMX that has memory for them; yields whether it does. The weights come back
+    untouched.
 
-    An x86 CPU multiplies float32 faster unless it has AMX, also with AVX512_BF16. Others were not
-    measured.
+    AMX multiplies bfloat16 faster. Other processors keep their dtype: nothing is known of them.
     """
     coded = {id(p) for module in vq_modules(model).values() for p in module.parameters()}
     halves = [p for p in model.parameters() if p.dtype in _HALVES and id(p) not in coded]

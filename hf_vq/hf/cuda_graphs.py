@@ -118,7 +118,7 @@ def reading_late(before: Any) -> Any:
         def is_supported(*args: Any, **kwargs: Any) -> bool:
             known = inspect.signature(before.is_supported).bind(*args, **kwargs).arguments
             late = getattr(_thread, "is_late", False) and not known.get("is_assistant")
-            if not late or known["device"].type not in _LATE or "cache" not in known:
+            if not late or known["device"].type not in _LATE:
                 return bool(before.is_supported(*args, **kwargs))
             return not known.get("cache_is_returned", True) or _forgets(known["cache"])
 
