@@ -67,7 +67,7 @@ def read(
     try:
         with safe_open(path, "pt") as file:
             text = (file.metadata() or {}).get(key)
-            check = digests.Check([path]) if env.VERIFY.get() else None
+            check = digests.Check([path], loaded=True) if env.VERIFY.get() else None
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     # RuntimeError, TypeError: of an empty tensor with sizes that no tensor of torch can have.
     except (SafetensorError, OSError, RuntimeError, TypeError) as error:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 import logging
+import mmap
 import os
 import shutil
 import threading
@@ -27,7 +28,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from blake3 import blake3
 
@@ -43,6 +44,9 @@ SEGMENT = 1 << 25  # bytes
 _PIECE = 1 << 20  # bytes of one read: fits a core's cache, and locks are rare
 _MOST_THREADS = 16
 _SHOWN = 8  # problems in one message
+_MOUNTS = "/proc/self/mountinfo"
+_LOCAL = {"erofs", "ext2", "ext3", "ext4", "f2fs", "overlay", "squashfs", "tmpfs", "xfs"}
+"""File systems whose files are mapped."""
 
 logger = logging.getLogger("hf_vq")
 
@@ -189,6 +193,8 @@ class Check:
         meanings: of tensors, by name, from the headers; those that are not there have none.
         done: progress callback, called with the bytes read of a tensor or of a part of a large
             one; calls do not overlap.
+        loaded: True if the caller maps the files to load them. They are then mapped here, too,
+            where that is safe: reading copies each byte.
 
     Raises:
         VQFormatError: a header cannot be read.
@@ -199,13 +205,14 @@ class Check:
         files: Iterable[str | os.PathLike[str]],
         meanings: Callable[[list[Header]], Mapping[str, str]] = lambda headers: {},
         done: Callable[[int], object] = lambda nbytes: None,
+        loaded: bool = False,
     ) -> None:
         self.headers = [Header(file) for file in files]
         self.names = ", ".join(header.path for header in self.headers)
         self.has_digests = any(header.table is not None for header in self.headers)
         known = self.headers if self.has_digests else []
         self.meanings = meanings(known)
-        self._hashing = _Hashing(known, self.meanings, done)
+        self._hashing = _Hashing(known, self.meanings, done, loaded)
 
     @property
     def parts(self) -> list[Part]:
@@ -304,8 +311,10 @@ class _Hashing:
         headers: list[Header],
         meanings: Mapping[str, str],
         done: Callable[[int], object] = lambda nbytes: None,
+        loaded: bool = False,
     ) -> None:
         self.meanings, self.done = meanings, done
+        self._mapped = loaded and all(_is_local(header.path) for header in headers)
         self.found: list[dict[str, str]] = [{} for _ in headers]
         self.failed: Exception | None = None
         self.stopped = False
@@ -338,16 +347,14 @@ class _Hashing:
 
     def _run(self) -> None:
         """Hash one segment after the other, until there are none."""
-        # Read and not mapped: a file that is cut meanwhile is then an error, and no SIGBUS.
-        buffer = memoryview(bytearray(_PIECE))
-        files: dict[str, BinaryIO] = {}
+        files: dict[str, _Read | _Mapped] = {}
         try:
             while True:
                 with self._lock:
                     segment = next(self._left)
                 if segment.path not in files:
-                    files[segment.path] = open(segment.path, "rb", buffering=0)  # noqa: SIM115
-                if not self._hash(segment, files[segment.path], buffer):
+                    files[segment.path] = (_Mapped if self._mapped else _Read)(segment.path)
+                if not self._hash(segment, files[segment.path]):
                     return
         except StopIteration:
             pass
@@ -357,22 +364,17 @@ class _Hashing:
             for file in files.values():
                 file.close()
 
-    def _hash(self, segment: _Segment, file: BinaryIO, buffer: memoryview) -> bool:
+    def _hash(self, segment: _Segment, file: _Read | _Mapped) -> bool:
         """Hash one segment; False if nobody waits for it any more."""
         part = segment.part
         meaning = self.meanings.get(part.name, "")
         whole = _start([part.name, part.dtype, part.shape, meaning])
         hashed = whole if part.nbytes <= SEGMENT else blake3()
-        file.seek(segment.begin)
-        left = segment.end - segment.begin
-        while left:
+        for piece in file.pieces(segment.begin, segment.end):
             if self.stopped:
                 return False
-            count = file.readinto(buffer[:left])  # type: ignore[attr-defined]
-            if not count:
-                raise OSError(f"{file.name} ends within {part.name}")
-            hashed.update(buffer[:count])
-            left -= count
+            hashed.update(piece)
+            piece.release()
         with self._lock:
             self.done(segment.end - segment.begin)
             if hashed is not whole:
@@ -383,6 +385,63 @@ class _Hashing:
                 whole.update(b"".join(known[begin] for begin in sorted(known)))
             self.found[segment.file][part.name] = whole.hexdigest()[:_DIGITS]
         return True
+
+
+class _Read:
+    """A file that one thread reads. A file that is cut meanwhile is an error."""
+
+    def __init__(self, path: str) -> None:
+        self._file = open(path, "rb", buffering=0)  # noqa: SIM115
+        self._buffer = memoryview(bytearray(_PIECE))
+
+    def pieces(self, begin: int, end: int) -> Iterator[memoryview]:
+        """Yield the bytes from `begin` to `end`; each piece ends when the next one is taken."""
+        self._file.seek(begin)
+        while begin < end:
+            count = self._file.readinto(self._buffer[: end - begin])
+            if not count:
+                raise OSError(f"{self._file.name} ends before byte {end}")
+            yield self._buffer[:count]
+            begin += count
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class _Mapped:
+    """A file that one thread reads through a mapping, as the loader does. Both end the process
+    (SIGBUS) if the file is cut at the wrong moment."""
+
+    def __init__(self, path: str) -> None:
+        self._file = open(path, "rb", buffering=0)  # noqa: SIM115
+        self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
+
+    def pieces(self, begin: int, end: int) -> Iterator[memoryview]:
+        """Yield the bytes from `begin` to `end`, if there are any."""
+        if os.fstat(self._file.fileno()).st_size < end:
+            raise OSError(f"{self._file.name} ends before byte {end}")
+        if begin < end:
+            yield memoryview(self._map)[begin:end]
+
+    def close(self) -> None:
+        """Close the mapping and the file."""
+        self._map.close()
+        self._file.close()
+
+
+def _is_local(path: str) -> bool:
+    """True if the kernel itself reads the file: page faults of several threads may wait for each
+    other where a program (FUSE, as hf-mount) or a network does. False where nobody can tell."""
+    try:
+        with open(_MOUNTS, encoding="utf-8") as file:
+            mounts = [line.split() for line in file]
+    except OSError:  # not Linux
+        return False
+    device = os.stat(path).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    kinds = {mount[mount.index("-") + 1] for mount in mounts if mount[2] == number}
+    return bool(kinds) and all(kind in _LOCAL for kind in kinds)
 
 
 def _cores() -> int:

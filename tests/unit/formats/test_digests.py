@@ -1,6 +1,7 @@
 """Digests in safetensors files: what they cover, how they are written, what is said of damage."""
 
 import json
+import os
 import random
 import re
 import subprocess
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from hf_vq.errors import VQFormatError
 from hf_vq.formats import digests
 from hf_vq.formats.digests import Check, Header, record, room
+from hf_vq.formats.digests import _Mapped as Mapped
 
 TENSORS = {
     "a.weight": torch.arange(96, dtype=torch.uint8).reshape(8, 12),
@@ -37,6 +39,9 @@ def file(tmp_path):
 
 
 def compare(path, meant=meanings, **known):
+    """Read and mapped, if the tests' folder can be: both say the same."""
+    found = Check([path], meant, loaded=True).problems(**known)
+    assert Check([path], meant).problems(**known) == found
     Check([path], meant).finish(**known)
 
 
@@ -234,21 +239,51 @@ def test_threads_end_when_the_wait_is_interrupted(file, monkeypatch):
         assert not thread.is_alive()
 
 
-def test_a_file_that_is_cut_while_it_is_read(tmp_path, monkeypatch):
-    """An error, where a mapped file would end the process."""
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_file_that_is_cut_while_it_is_read(tmp_path, monkeypatch, loaded):
     monkeypatch.setattr(digests, "_MOST_THREADS", 1)
+    monkeypatch.setattr(digests, "_is_local", lambda path: True)
     path = tmp_path / "cut"
     tensors = {name: torch.zeros(1 << 16, dtype=torch.uint8) for name in "ab"}
     save_file(tensors, path, room(tensors))
     record([path])
-    end = Header(path).start + (1 << 16) + 100
+    start = Header(path).start
+    end = start + (1 << 16) + 100
 
     def cut(nbytes):
         with path.open("r+b") as opened:
             opened.truncate(end)
 
-    with pytest.raises(VQFormatError, match="cut ends within b"):
-        Check([path], done=cut).finish()
+    with pytest.raises(VQFormatError, match=f"cut ends before byte {start + (2 << 16)}"):
+        Check([path], done=cut, loaded=loaded).finish()
+
+
+MOUNTS = """22 27 0:21 / /proc rw,relatime - proc proc rw
+27 1 {device} / / rw,relatime shared:1 - {kind} /dev/vda rw
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "local"),
+    [("ext4", True), ("overlay", True), ("fuse.hf-mount", False), ("nfs4", False)],
+)
+def test_files_of_a_local_file_system_are_mapped(file, tmp_path, monkeypatch, kind, local):
+    """Page faults of a file that a program or a network serves may wait for each other."""
+    status = file.stat().st_dev
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(MOUNTS.format(device=f"{os.major(status)}:{os.minor(status)}", kind=kind))
+    monkeypatch.setattr(digests, "_MOUNTS", str(mounts))
+    opened = []
+    monkeypatch.setattr(digests, "_Mapped", lambda path: opened.append(path) or Mapped(path))
+    for loaded in (False, True):
+        opened.clear()
+        assert Check([file], meanings, loaded=loaded).problems() == []
+        assert bool(opened) == (loaded and local)
+    mounts.write_text(MOUNTS.format(device="0:99", kind=kind))  # of another file system
+    opened.clear()
+    assert Check([file], meanings, loaded=True).problems() == [] and not opened
+    mounts.unlink()  # not Linux
+    assert Check([file], meanings, loaded=True).problems() == [] and not opened
 
 
 def test_a_segment_is_part_of_the_format(tmp_path):
@@ -270,10 +305,12 @@ def test_a_tensor_of_several_segments(tmp_path, monkeypatch, nbytes):
     save_file(tensors, path, room(tensors))
     record([path])
     read: list[int] = []
+    monkeypatch.setattr(digests, "_is_local", lambda path: True)
     for threads in (1, 2, 16):
         monkeypatch.setattr(digests, "_MOST_THREADS", threads)
-        Check([path], done=read.append).finish()
-    assert sum(read) == 3 * (nbytes + 24)
+        for loaded in (False, True):
+            Check([path], done=read.append, loaded=loaded).finish()
+    assert sum(read) == 6 * (nbytes + 24)
     whole, begin = path.read_bytes(), Header(path).parts["a"].begin
     for at in range(begin, begin + nbytes, 7):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
