@@ -106,6 +106,30 @@ TABLE = (
         "that check is not told which model generates",
     ),
     Patch(
+        "transformers.modeling_utils:PreTrainedModel.save_pretrained",
+        "hf_vq.hf.checkpoint.save:saving_codes",
+        (CONFIG,),
+        "models of codes are saved whole or not at all, with digests and a model card",
+    ),
+    Patch(
+        "transformers.modeling_utils:PreTrainedModel.push_to_hub",
+        "hf_vq.hf.checkpoint.save:pushing_codes",
+        (CONFIG,),
+        "the same",
+    ),
+    Patch(
+        "transformers.modeling_utils:PreTrainedModel.num_parameters",
+        "hf_vq.hf.checkpoint.save:counting_weights",
+        (CONFIG,),
+        "counts the weights that codes stand for, not bytes of codes",
+    ),
+    Patch(
+        "transformers.modeling_utils:PreTrainedModel.resize_token_embeddings",
+        "hf_vq.hf.embeddings:resizing_no_codes",
+        (CONFIG,),
+        "refuses to resize an embedding of codes",
+    ),
+    Patch(
         "peft.tuners.tuners_utils:BaseTuner.inject_adapter",
         "hf_vq.interop.adapters:decoding_for_adapters",
         (BACKEND,),
@@ -141,10 +165,7 @@ TABLE = (
 )  # fmt: skip
 
 MODEL_METHODS = {
-    "save_pretrained": "all files or none, with digests and a model card",
-    "num_parameters": "counts the weights that codes stand for, not bytes of codes",
-    "push_to_hub": "all files or none, with digests and a model card",
-    "resize_token_embeddings": "refuses to resize an embedding of integers",
+    "save_pretrained": "of a class that is not of Transformers or diffusers: refuses",
     "mark_tied_weights_as_initialized": "while a model is loaded: a missing tensor is an error, "
     "not random numbers",
     "fuse_qkv_projections": "of diffusers: codes of several layers do not become those of one",
@@ -152,7 +173,9 @@ MODEL_METHODS = {
     "forward": "on a CPU, a decoding step over a VQCache is one call of libhf_vq_cpu",
     "__getstate__": "copies, and models from files, have no `forward` of another model",
 }
-"""Methods that `override` replaces on one model, never on its class. In addition, hf_vq gives norms
+"""Methods that `override` replaces on one model. A model must not own a function that refers to it:
+Its memory would not be free after `del model`, but when Python next looks for cycles. So what every
+model of codes needs is in TABLE, for the class. In addition, hf_vq gives norms
 and activations in front of W4A8 layers a new `forward` (hf/fused_activations.py), PEFT's adapters
 on codes new methods (interop/adapters.py), and renames offloaded codes in accelerate's map of a
 model (hf/quantize_op.py)."""
@@ -249,7 +272,7 @@ def override(model: Any, method: str, function: Callable[..., Any]) -> None:
 
     Args:
         function: must pickle and copy with the model: a `functools.partial` of a function of a
-            module, with the model, does. A bound method is unpickled as the method of its class.
+            module does. A bound method is unpickled as the method of its class.
     """
     if method not in MODEL_METHODS:
         raise KeyError(f"{method} is not in MODEL_METHODS")

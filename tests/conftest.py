@@ -14,10 +14,11 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("MPLBACKEND", "Agg")
 if worker := os.environ.get("PYTEST_XDIST_WORKER"):  # share the GPUs of a machine, as the cores
-    gpus = sorted(path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia[0-9]*"))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    there = sorted(path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia[0-9]*"))
+    gpus = list(map(str, range(len(there)))) if visible is None else visible.split(",")
     if len(gpus) > 1:
-        shared = str(int(worker.removeprefix("gw")) % len(gpus))
-        os.environ.setdefault("CUDA_VISIBLE_DEVICES", shared)
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(worker.removeprefix("gw")) % len(gpus)]
 
 import numpy
 import pytest

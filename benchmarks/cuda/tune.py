@@ -3,6 +3,9 @@
 For every scheme, shape and number of tokens, the suite runs the plans that the cost model of
 `codegen` ranks first: interleaved, in CUDA graphs, with a cold L2 cache. Each winner is written at
 once to the table that `codegen.tuned` reads.
+
+As in a model, another kernel makes the input of each launch, and the time of both counts. Launches
+that follow each other would overlap, and hide how a plan begins and ends.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from hf_vq.codegen.plan import Dtype, LinearPlan
 from hf_vq.errors import VQBackendError
 from hf_vq.formats.catalog import weight_scheme
 
-from ..timing import summary
+from ..timing import Candidate, summary
 from .linear import by_plan, copies_of, launch_of
 from .timing import interleave_graphs
 
@@ -112,10 +115,11 @@ def _compile(plans: set[LinearPlan], target: str) -> None:
 def _times(
     problem: LinearProblem, plans: Sequence[LinearPlan], rounds: int
 ) -> dict[LinearPlan, float]:
-    """Microseconds of every plan, with the rotation before it."""
+    """Microseconds of every plan, with the rotation and a kernel that makes x before it."""
     scheme, rows, columns = problem.scheme, problem.rows, problem.in_features
     sets = copies_of(scheme, rows, columns)
-    x = torch.randn(problem.tokens, columns, dtype=torch.bfloat16, device="cuda")
+    given = torch.randn(problem.tokens, columns, dtype=torch.bfloat16, device="cuda")
+    x = given.clone()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of kernels that spill: they do not take part
         names = {
@@ -123,6 +127,16 @@ def _times(
             for i, plan in enumerate(plans)
             if not launch_of(plan, scheme, rows, columns).kernel.local_bytes
         }
-    candidates = {name: by_plan(x, sets, scheme, plan, rows) for name, plan in names.items()}
+
+    def after_another(plan: LinearPlan) -> Candidate:
+        linear = by_plan(x, sets, scheme, plan, rows)
+
+        def call(i: int) -> None:
+            torch.mul(given, 1, out=x)
+            linear.call(i)
+
+        return replace(linear, call=call)
+
+    candidates = {name: after_another(plan) for name, plan in names.items()}
     seconds = interleave_graphs(candidates, rounds)
     return {plan: summary(seconds[name])["us"] for name, plan in names.items()}

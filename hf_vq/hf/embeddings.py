@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .. import patches
 from ..errors import VQConfigError
 from ..fit import fit_weight, fixed_tensors
 from ..formats.coded_rows import row_shapes, scheme_of, stored_rows
@@ -39,8 +38,6 @@ def replace_embedding(model: Any, kind: str, seed: int = 0) -> None:
         tied = VQTiedHead(new)
         put_module(model, head, tied)
         _tie(model, new, tied)
-    resize = partial(_resize_token_embeddings, model)
-    patches.override(model, "resize_token_embeddings", resize)
 
 
 def check_embedding(model: Any, kind: str) -> None:
@@ -65,7 +62,6 @@ def restore_embedding(model: Any, dtype: torch.dtype) -> None:
     tied = getattr(model, "all_tied_weights_keys", {})
     for name in [f"{place}.{key}" for place in places for key in old.keys]:
         tied.pop(name, None)
-    patches.restore(model, "resize_token_embeddings")
 
 
 def _tie(model: Any, embedding: VQEmbedding, head: VQTiedHead) -> None:
@@ -89,27 +85,34 @@ def put_module(model: Any, old: nn.Module, new: nn.Module) -> None:
         add_hook_to_module(new, hook)
 
 
-def _resize_token_embeddings(
-    self: Any,
-    new_num_tokens: int | None = None,
-    pad_to_multiple_of: int | None = None,
-    mean_resizing: bool = True,
-) -> Any:
-    """Replace `PreTrainedModel.resize_token_embeddings`: accept only the present size.
+def resizing_no_codes(before: Any) -> Any:
+    """`PreTrainedModel.resize_token_embeddings` that accepts only the present size of an embedding
+    of codes.
 
     Raises:
         VQConfigError: another size is requested.
     """
-    rows = self.get_input_embeddings().num_embeddings
-    requested = rows if new_num_tokens is None else new_num_tokens
-    requested += -requested % (pad_to_multiple_of or 1)
-    if requested != rows:
-        raise VQConfigError(
-            f"a quantized embedding of {rows} rows cannot be resized to {requested}: resize the "
-            "dense model and quantize that, or dequantize this one first."
-        )
-    resize = type(self).resize_token_embeddings
-    return resize(self, new_num_tokens, pad_to_multiple_of, mean_resizing)
+
+    @functools.wraps(before)
+    def resize_token_embeddings(
+        self: Any,
+        new_num_tokens: int | None = None,
+        pad_to_multiple_of: int | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if any(isinstance(module, VQEmbedding) for module in self.modules()):
+            rows = self.get_input_embeddings().num_embeddings
+            requested = rows if new_num_tokens is None else new_num_tokens
+            requested += -requested % (pad_to_multiple_of or 1)
+            if requested != rows:
+                raise VQConfigError(
+                    f"a quantized embedding of {rows} rows cannot be resized to {requested}: "
+                    "resize the dense model and quantize that, or dequantize this one first."
+                )
+        return before(self, new_num_tokens, pad_to_multiple_of, *args, **kwargs)
+
+    return resize_token_embeddings
 
 
 def _stored(model: Any, kind: str, seed: int) -> tuple[nn.Module, Any, VQEmbedding]:

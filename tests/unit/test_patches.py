@@ -297,7 +297,8 @@ VQHfQuantizer(hf_vq.VQConfig()); print(names())
 def test_each_event_makes_what_it_needs(run_python):
     cache = ["_prepare_cache_for_generation", "get_interface"]
     backend = ["QuantizedCache", *cache, "init_continuous_batching"]
-    config = ["LOADING_ATTRIBUTES_CONFIG_TYPES"]
+    saving = ["num_parameters", "push_to_hub", "resize_token_embeddings", "save_pretrained"]
+    config = ["LOADING_ATTRIBUTES_CONFIG_TYPES", *saving]
     seen = [[], cache, [], cache, config, config, backend, sorted(backend + config)]
     assert run_python(EVENTS).splitlines() == list(map(str, seen))
 

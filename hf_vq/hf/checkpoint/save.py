@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import tempfile
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from huggingface_hub.errors import (
 from transformers.utils import CONFIG_NAME
 from transformers.utils.hub import hf_api
 
-from ... import patches
 from ...errors import VQError
 from ...formats.hidden import hidden_file
 from ...nn.embedding import VQEmbedding
@@ -28,26 +27,51 @@ from .atomic_dir import replacing
 from .card import CARD, is_ours, model_card
 from .integrity import record
 
+_ATTRIBUTE = "_hf_vq_saves"  # of a model: True
+
 
 def install_saving(model: Any) -> None:
-    """Give one model our `save_pretrained`, `push_to_hub` and `num_parameters`; its copies and
-    pickles keep them."""
-    patches.override(model, "num_parameters", partial(num_parameters, model))
-    patches.override(model, "save_pretrained", partial(save_pretrained, model))
-    patches.override(model, "push_to_hub", partial(push_to_hub, model))
+    """Let a model be saved, pushed and counted as codes; so will its copies and pickles."""
+    vars(model)[_ATTRIBUTE] = True
 
 
 def remove_saving(model: Any) -> None:
-    """Give a model its own methods back."""
-    patches.restore(model, "num_parameters", "save_pretrained", "push_to_hub")
+    """Undo `install_saving`."""
+    vars(model).pop(_ATTRIBUTE, None)
 
 
-def num_parameters(
-    self: Any, only_trainable: bool = False, exclude_embeddings: bool = False
+def _of_codes(ours: Any, before: Any) -> Any:
+    """A method of `PreTrainedModel` that is `ours(before, model, ..)` for models of codes."""
+
+    @functools.wraps(before)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _ATTRIBUTE not in vars(self):
+            return before(self, *args, **kwargs)
+        return ours(before, self, *args, **kwargs)
+
+    return method
+
+
+def saving_codes(before: Any) -> Any:
+    """`PreTrainedModel.save_pretrained` that knows models of codes."""
+    return _of_codes(_save_pretrained, before)
+
+
+def pushing_codes(before: Any) -> Any:
+    """`PreTrainedModel.push_to_hub` that knows models of codes."""
+    return _of_codes(_push_to_hub, before)
+
+
+def counting_weights(before: Any) -> Any:
+    """`PreTrainedModel.num_parameters` that knows models of codes."""
+    return _of_codes(_num_parameters, before)
+
+
+def _num_parameters(
+    before: Any, self: Any, only_trainable: bool = False, exclude_embeddings: bool = False
 ) -> int:
-    """Count the parameters as `PreTrainedModel.num_parameters` does (same arguments), of the dense
-    model: bytes of codes and their scales are no parameters."""
-    count: int = type(self).num_parameters(self, only_trainable, exclude_embeddings)
+    """Count the parameters of the dense model: bytes of codes and their scales are none."""
+    count: int = before(self, only_trainable, exclude_embeddings)
     if only_trainable:  # codes do not train
         return count
     for module in vq_modules(self).values():
@@ -62,7 +86,8 @@ def num_parameters(
     return count
 
 
-def save_pretrained(
+def _save_pretrained(
+    before: Any,
     self: Any,
     save_directory: str | os.PathLike[str],
     is_main_process: bool = True,
@@ -70,31 +95,30 @@ def save_pretrained(
     push_to_hub: bool = False,
     **kwargs: Any,
 ) -> None:
-    """Save the model as `PreTrainedModel.save_pretrained` does (same arguments), all or nothing.
+    """Save the model as `before` does (same arguments), all or nothing.
 
     Other files in `save_directory` stay. `README.md` is written anew unless a person wrote it.
     """
-    save = type(self).save_pretrained
     arguments = {"is_main_process": is_main_process, "state_dict": state_dict}
     adapters = getattr(self, "_hf_peft_config_loaded", False)
     if adapters or kwargs.get("distributed_checkpoint") or os.path.isfile(save_directory):
-        save(self, save_directory, push_to_hub=push_to_hub, **arguments, **kwargs)
+        before(self, save_directory, push_to_hub=push_to_hub, **arguments, **kwargs)
         return
     target = Path(save_directory)
     hub = {name: kwargs.pop(name) for name in _HUB if name in kwargs}
     writes = self.should_save_on_this_rank(is_main_process)
-    before = self._get_files_timestamps(target) if target.is_dir() else {}
+    stamps = self._get_files_timestamps(target) if target.is_dir() else {}
     with replacing(target, kwargs.get("variant"), writes) as folder:
         if "token" in hub:
             kwargs["token"] = hub["token"]
-        save(self, folder, **arguments, **kwargs)
+        before(self, folder, **arguments, **kwargs)
         if writes:
             quantization = self.config.quantization_config
             record(folder, kwargs.get("variant"), quantization.provenance or {})
             _write_card(self, folder, target)
     if push_to_hub and writes:
         repo = hub.pop("repo_id", None) or target.resolve().name
-        _upload(self, str(target), repo, before, tags=None, **hub)
+        _upload(self, str(target), repo, stamps, tags=None, **hub)
 
 
 def save_evaluation(model: Any, folder: str | os.PathLike[str], found: dict[str, Any]) -> None:
@@ -151,7 +175,8 @@ _HUB = (
 )  # fmt: skip
 
 
-def push_to_hub(
+def _push_to_hub(
+    before: Any,
     self: Any,
     repo_id: str,
     *,

@@ -28,7 +28,7 @@ pytestmark = [
 ]
 
 
-CAPACITY = 80
+CAPACITY = 96
 
 
 @pytest.fixture
