@@ -30,11 +30,11 @@ SUBJECTS = {
 
 
 def campaign() -> str:
-    """Tries of every fuzzing subject, and findings, in all recorded runs."""
-    records = [record for name in ("fuzz", "fuzz-sequences") if (record := read_record(name))]
-    if not records:
+    """Tries of every fuzzing subject, and findings."""
+    record = read_record("fuzz")
+    if record is None:
         return 'Not measured yet: `make fuzz SECONDS=36000 ARGS="--out RECORD"`.'
-    found = [row for record in records for row in record["results"]["rows"]]
+    found = record["results"]["rows"]
     faults = ("crashes", "hangs", "findings")
     subjects = dict.fromkeys(row["name"] for row in found)
     shown = {f"all {len(subjects)} subjects": found}
@@ -48,8 +48,7 @@ def campaign() -> str:
         for name, some in shown.items()
     ]
     head = ["what", "tried", "crashes", "hangs", "other findings"]
-    more = "".join(f" And `{record['command']}`." for record in records[1:])
-    return f"{markdown_table(head, rows)}\n\n{source(records[0])}{more}"
+    return f"{markdown_table(head, rows)}\n\n{source(record)}"
 
 
 def soak() -> str:
