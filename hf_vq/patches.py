@@ -14,12 +14,12 @@ leaves it out; `undo` does not).
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import reduce
 from importlib import import_module
 from importlib.machinery import PathFinder
 from typing import Any
@@ -165,7 +165,7 @@ TABLE = (
 )  # fmt: skip
 
 MODEL_METHODS = {
-    "save_pretrained": "of a class that is not of Transformers or diffusers: refuses",
+    "save_pretrained": "of a part of another module, which does not know codes: refuses",
     "mark_tied_weights_as_initialized": "while a model is loaded: a missing tensor is an error, "
     "not random numbers",
     "fuse_qkv_projections": "of diffusers: codes of several layers do not become those of one",
@@ -173,12 +173,12 @@ MODEL_METHODS = {
     "forward": "on a CPU, a decoding step over a VQCache is one call of libhf_vq_cpu",
     "__getstate__": "copies, and models from files, have no `forward` of another model",
 }
-"""Methods that `override` replaces on one model. A model must not own a function that refers to it:
-Its memory would not be free after `del model`, but when Python next looks for cycles. So what every
-model of codes needs is in TABLE, for the class. In addition, hf_vq gives norms
-and activations in front of W4A8 layers a new `forward` (hf/fused_activations.py), PEFT's adapters
-on codes new methods (interop/adapters.py), and renames offloaded codes in accelerate's map of a
-model (hf/quantize_op.py)."""
+"""Methods that `override` replaces on one model. A model that owns a function that refers to it is
+not free after `del model`, but when Python next looks for cycles. So what every model of codes
+needs is in TABLE, for its class. In addition, hf_vq gives norms and activations in front of W4A8
+layers a new `forward` (hf/fused_activations.py), PEFT's adapters on codes new methods
+(interop/adapters.py), and renames offloaded codes in accelerate's map of a model
+(hf/quantize_op.py)."""
 
 
 @dataclass
@@ -221,7 +221,8 @@ def undo() -> None:
 
     An attribute that another library replaced after hf_vq stays, and counts as applied until that
     library restores it: its function may call ours, and patching again would wrap both. For tests,
-    and for a process that no longer uses hf_vq; caches in use lose the patched behaviour.
+    and for a process that no longer uses hf_vq; caches and models of codes in use lose the patched
+    behaviour.
     """
     with _lock:
         _happened.clear()
@@ -285,6 +286,50 @@ def restore(model: Any, *methods: str) -> None:
         model.__dict__.pop(method, None)
 
 
+_OF_CODES = "_hf_vq_of_codes"  # of a model: True; of a function: it knows such models
+_PATCHED = "transformers.modeling_utils:PreTrainedModel"
+_acting = threading.local()  # `.calls`: methods and models that are called now
+
+
+def begin_codes(model: Any) -> None:
+    """Let the methods of a model's class do what models of codes need; its copies and pickles
+    too."""
+    vars(model)[_OF_CODES] = True
+    owner = type(model)
+    with _lock:
+        for patch in TABLE:  # a class that overrides a method acts before `PreTrainedModel` does
+            path, _, name = patch.target.rpartition(".")
+            before = getattr(owner, name, None) if path == _PATCHED else None
+            if before is not None and not hasattr(before, _OF_CODES):
+                _set(f"{owner.__module__}:{owner.__qualname__}.{name}", owner, name,
+                     _get(patch.replacement)(before))  # fmt: skip
+
+
+def end_codes(model: Any) -> None:
+    """Undo `begin_codes` for a model."""
+    vars(model).pop(_OF_CODES, None)
+
+
+def of_codes(ours: Callable[..., Any], before: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that is `ours(before, model, ..)` for models of codes, once in a call: what `before`
+    calls on the same model is the plain one."""
+
+    @functools.wraps(before)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls = _acting.__dict__.setdefault("calls", set())
+        call = before.__name__, id(self)
+        if _OF_CODES not in vars(self) or call in calls:
+            return before(self, *args, **kwargs)
+        calls.add(call)
+        try:
+            return ours(before, self, *args, **kwargs)
+        finally:
+            calls.discard(call)
+
+    setattr(method, _OF_CODES, True)
+    return method
+
+
 def when_imported(module: str, register: Callable[[], None]) -> None:
     """Call `register` when a module of another library is imported, or now if it has been; never
     if the library is not installed."""
@@ -328,7 +373,7 @@ def _wait() -> None:
 
 def _get(path: str) -> Any:
     module, _, attribute = path.partition(":")
-    return reduce(getattr, attribute.split("."), import_module(module))
+    return functools.reduce(getattr, attribute.split("."), import_module(module))
 
 
 def _replace(patch: Patch) -> None:
@@ -346,10 +391,13 @@ def _replace(patch: Patch) -> None:
             stacklevel=4,
         )
         return
-    after = _get(patch.replacement)(before)
+    _set(patch.target, owner, name, _get(patch.replacement)(before))
+
+
+def _set(target: str, owner: Any, name: str, after: Any) -> None:
     own = vars(owner).get(name, _ABSENT)
     setattr(owner, name, after)
-    _made[patch.target] = _Made(owner, name, own, after)
+    _made[target] = _Made(owner, name, own, after)
 
 
 def _fill(patch: Patch) -> None:

@@ -45,8 +45,8 @@ _PIECE = 1 << 20  # bytes of one read: fits a core's cache, and locks are rare
 _MOST_THREADS = 16
 _SHOWN = 8  # problems in one message
 _MOUNTS = "/proc/self/mountinfo"
-_LOCAL = {"erofs", "ext2", "ext3", "ext4", "f2fs", "overlay", "squashfs", "tmpfs", "xfs"}
-"""File systems whose files are mapped."""
+_LOCAL = {b"erofs", b"ext2", b"ext3", b"ext4", b"f2fs", b"overlay", b"squashfs", b"tmpfs", b"xfs"}
+"""File systems whose files are mapped. Others, as btrfs, number devices in another way."""
 
 logger = logging.getLogger("hf_vq")
 
@@ -314,7 +314,7 @@ class _Hashing:
         loaded: bool = False,
     ) -> None:
         self.meanings, self.done = meanings, done
-        self._mapped = loaded and all(_is_local(header.path) for header in headers)
+        self._mapped = loaded and _are_local(header.path for header in headers)
         self.found: list[dict[str, str]] = [{} for _ in headers]
         self.failed: Exception | None = None
         self.stopped = False
@@ -373,8 +373,8 @@ class _Hashing:
         for piece in file.pieces(segment.begin, segment.end):
             if self.stopped:
                 return False
-            hashed.update(piece)
-            piece.release()
+            with piece:  # or the mapping could not be closed after an error
+                hashed.update(piece)
         with self._lock:
             self.done(segment.end - segment.begin)
             if hashed is not whole:
@@ -430,18 +430,20 @@ class _Mapped:
         self._file.close()
 
 
-def _is_local(path: str) -> bool:
-    """True if the kernel itself reads the file: page faults of several threads may wait for each
+def _are_local(paths: Iterable[str]) -> bool:
+    """True if the kernel itself reads all files: page faults of several threads may wait for each
     other where a program (FUSE, as hf-mount) or a network does. False where nobody can tell."""
     try:
-        with open(_MOUNTS, encoding="utf-8") as file:
-            mounts = [line.split() for line in file]
-    except OSError:  # not Linux
+        with open(_MOUNTS, "rb") as file:
+            mounts = [line.split(b" ") for line in file]
+        devices = {os.stat(path).st_dev for path in paths}
+        numbers = {f"{os.major(device)}:{os.minor(device)}".encode() for device in devices}
+        kinds = defaultdict(set)
+        for mount in mounts:
+            kinds[mount[2]].add(mount[mount.index(b"-") + 1])
+    except (OSError, ValueError, IndexError):  # not Linux, or none of its usual forms
         return False
-    device = os.stat(path).st_dev
-    number = f"{os.major(device)}:{os.minor(device)}"
-    kinds = {mount[mount.index("-") + 1] for mount in mounts if mount[2] == number}
-    return bool(kinds) and all(kind in _LOCAL for kind in kinds)
+    return all(kinds[number] and kinds[number] <= _LOCAL for number in numbers)
 
 
 def _cores() -> int:

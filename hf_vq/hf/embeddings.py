@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .. import patches
 from ..errors import VQConfigError
 from ..fit import fit_weight, fixed_tensors
 from ..formats.coded_rows import row_shapes, scheme_of, stored_rows
@@ -86,33 +86,35 @@ def put_module(model: Any, old: nn.Module, new: nn.Module) -> None:
 
 
 def resizing_no_codes(before: Any) -> Any:
-    """`PreTrainedModel.resize_token_embeddings` that accepts only the present size of an embedding
-    of codes.
+    """`PreTrainedModel.resize_token_embeddings` that knows models of codes."""
+    return patches.of_codes(_resize_token_embeddings, before)
+
+
+def _resize_token_embeddings(
+    before: Any,
+    self: Any,
+    new_num_tokens: int | None = None,
+    pad_to_multiple_of: int | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Accept only the present size of an embedding of codes.
 
     Raises:
         VQConfigError: another size is requested.
     """
-
-    @functools.wraps(before)
-    def resize_token_embeddings(
-        self: Any,
-        new_num_tokens: int | None = None,
-        pad_to_multiple_of: int | None = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        if any(isinstance(module, VQEmbedding) for module in self.modules()):
-            rows = self.get_input_embeddings().num_embeddings
-            requested = rows if new_num_tokens is None else new_num_tokens
-            requested += -requested % (pad_to_multiple_of or 1)
-            if requested != rows:
-                raise VQConfigError(
-                    f"a quantized embedding of {rows} rows cannot be resized to {requested}: "
-                    "resize the dense model and quantize that, or dequantize this one first."
-                )
-        return before(self, new_num_tokens, pad_to_multiple_of, *args, **kwargs)
-
-    return resize_token_embeddings
+    embedding = self.get_input_embeddings()
+    coded = embedding is not None and any(isinstance(m, VQEmbedding) for m in embedding.modules())
+    if coded:
+        rows = embedding.num_embeddings
+        requested = rows if new_num_tokens is None else new_num_tokens
+        requested += -requested % (pad_to_multiple_of or 1)
+        if requested != rows:
+            raise VQConfigError(
+                f"a quantized embedding of {rows} rows cannot be resized to {requested}: resize "
+                "the dense model and quantize that, or dequantize this one first."
+            )
+    return before(self, new_num_tokens, pad_to_multiple_of, *args, **kwargs)
 
 
 def _stored(model: Any, kind: str, seed: int) -> tuple[nn.Module, Any, VQEmbedding]:

@@ -43,7 +43,6 @@ from .checkpoint.expert_names import list_stored_experts
 from .checkpoint.integrity import check, is_variant, take_record
 from .checkpoint.new_parts import is_new, is_outside
 from .checkpoint.provenance import record
-from .checkpoint.save import install_saving, remove_saving
 from .checkpoint.sizes import check_layers
 from .config import QUANT_METHODS, VQConfig
 from .embeddings import check_embedding, embeddings_of, replace_embedding, restore_embedding
@@ -116,7 +115,7 @@ class VQHfQuantizer(HfQuantizer):
         if self.pre_quantized and files:
             self._checkpoint = stored_files.Checkpoint(files)
             if env.VERIFY.get():
-                self._check = check(config, files)
+                self._check = check(config, files, loaded=True)
                 if any(map(is_variant, files)):
                     self._recorded = None
             integers = [n for n, e in self._checkpoint.entries.items() if not e.is_float]
@@ -443,7 +442,7 @@ class VQHfQuantizer(HfQuantizer):
         train(vq_modules(model) | embeddings_of(model), config.trainable or ())
         fuse_inputs(model)
         warn_of_slow_layers(model)
-        install_saving(model)
+        patches.begin_codes(model)
         # PEFT's prepare_model_for_kbit_training knows libraries by name. To this name it turns
         # checkpointing on, and leaves the dtype of scales alone. Nobody else reads it.
         model.hqq_quantized = True
@@ -463,7 +462,7 @@ class VQHfQuantizer(HfQuantizer):
         separate_inputs(model)
         restore_modules(model, kind)
         restore_embedding(model, kind)
-        remove_saving(model)
+        patches.end_codes(model)
         for name in ("hqq_quantized", "_weight_conversions"):
             vars(model).pop(name, None)
         return model

@@ -142,16 +142,17 @@ def is_variant(file: str | Path) -> bool:
     return match is not None and match["variant"] is not None
 
 
-def check(config: VQConfig, files: Iterable[str | Path]) -> digests.Check:
-    """The comparison of a checkpoint's files, which are being loaded, with their digests.
+def check(config: VQConfig, files: Iterable[str | Path], **options: Any) -> digests.Check:
+    """The comparison of a checkpoint's files with their digests.
 
     Args:
         config: of its config.json.
+        options: more arguments of `Check`.
 
     Raises:
         VQFormatError: a header cannot be read.
     """
-    return digests.Check(files, partial(meanings, config), loaded=True)
+    return digests.Check(files, partial(meanings, config), **options)
 
 
 def take_record(config: VQConfig) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import tempfile
@@ -18,6 +17,7 @@ from huggingface_hub.errors import (
 from transformers.utils import CONFIG_NAME
 from transformers.utils.hub import hf_api
 
+from ... import patches
 from ...errors import VQError
 from ...formats.hidden import hidden_file
 from ...nn.embedding import VQEmbedding
@@ -27,44 +27,20 @@ from .atomic_dir import replacing
 from .card import CARD, is_ours, model_card
 from .integrity import record
 
-_ATTRIBUTE = "_hf_vq_saves"  # of a model: True
-
-
-def install_saving(model: Any) -> None:
-    """Let a model be saved, pushed and counted as codes; so will its copies and pickles."""
-    vars(model)[_ATTRIBUTE] = True
-
-
-def remove_saving(model: Any) -> None:
-    """Undo `install_saving`."""
-    vars(model).pop(_ATTRIBUTE, None)
-
-
-def _of_codes(ours: Any, before: Any) -> Any:
-    """A method of `PreTrainedModel` that is `ours(before, model, ..)` for models of codes."""
-
-    @functools.wraps(before)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _ATTRIBUTE not in vars(self):
-            return before(self, *args, **kwargs)
-        return ours(before, self, *args, **kwargs)
-
-    return method
-
 
 def saving_codes(before: Any) -> Any:
     """`PreTrainedModel.save_pretrained` that knows models of codes."""
-    return _of_codes(_save_pretrained, before)
+    return patches.of_codes(_save_pretrained, before)
 
 
 def pushing_codes(before: Any) -> Any:
     """`PreTrainedModel.push_to_hub` that knows models of codes."""
-    return _of_codes(_push_to_hub, before)
+    return patches.of_codes(_push_to_hub, before)
 
 
 def counting_weights(before: Any) -> Any:
     """`PreTrainedModel.num_parameters` that knows models of codes."""
-    return _of_codes(_num_parameters, before)
+    return patches.of_codes(_num_parameters, before)
 
 
 def _num_parameters(

@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM
 
+from hf_vq import patches
 from hf_vq.cli import main
 from hf_vq.errors import VQFormatError
 from hf_vq.formats import digests
 from hf_vq.formats.digests import Check, Header
 from hf_vq.hf import VQConfig
 from hf_vq.hf.checkpoint.integrity import checkpoints, meanings, record
-from hf_vq.hf.checkpoint.save import remove_saving
 from hf_vq.hf.checkpoint.verify import Verification
 from tests.fixtures.tiny_models import tokens
 
@@ -397,7 +397,7 @@ def test_no_shard_is_written_twice(saved, tmp_path, monkeypatch):
 
 def test_a_file_that_transformers_wrote_alone_carries_none(saved, tmp_path, caplog):
     model = LOAD(saved("vq-4"))
-    remove_saving(model)
+    patches.end_codes(model)
     model.save_pretrained(tmp_path)
     LOAD(tmp_path)
     assert "carries no digests" in caplog.text

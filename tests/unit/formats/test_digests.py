@@ -242,7 +242,7 @@ def test_threads_end_when_the_wait_is_interrupted(file, monkeypatch):
 @pytest.mark.parametrize("loaded", [False, True])
 def test_a_file_that_is_cut_while_it_is_read(tmp_path, monkeypatch, loaded):
     monkeypatch.setattr(digests, "_MOST_THREADS", 1)
-    monkeypatch.setattr(digests, "_is_local", lambda path: True)
+    monkeypatch.setattr(digests, "_are_local", lambda paths: True)
     path = tmp_path / "cut"
     tensors = {name: torch.zeros(1 << 16, dtype=torch.uint8) for name in "ab"}
     save_file(tensors, path, room(tensors))
@@ -279,7 +279,7 @@ def test_files_of_a_local_file_system_are_mapped(file, tmp_path, monkeypatch, ki
         opened.clear()
         assert Check([file], meanings, loaded=loaded).problems() == []
         assert bool(opened) == (loaded and local)
-    mounts.write_text(MOUNTS.format(device="0:99", kind=kind))  # of another file system
+    mounts.write_text(MOUNTS.format(device="999:999", kind=kind))  # of another file system
     opened.clear()
     assert Check([file], meanings, loaded=True).problems() == [] and not opened
     mounts.unlink()  # not Linux
@@ -305,7 +305,7 @@ def test_a_tensor_of_several_segments(tmp_path, monkeypatch, nbytes):
     save_file(tensors, path, room(tensors))
     record([path])
     read: list[int] = []
-    monkeypatch.setattr(digests, "_is_local", lambda path: True)
+    monkeypatch.setattr(digests, "_are_local", lambda paths: True)
     for threads in (1, 2, 16):
         monkeypatch.setattr(digests, "_MOST_THREADS", threads)
         for loaded in (False, True):
