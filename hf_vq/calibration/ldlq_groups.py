@@ -33,7 +33,7 @@ class LdlqGroups:
 
     def of(self, target: Target, matrix: Tensor, expert: int = 0) -> Feedback:
         """The feedback of one matrix [out, in]."""
-        if self.damping is not None:
+        if self.damping is not None or not self.site.unseen_tokens:
             return self._with(target, expert, 1.0)
         scheme = self.schemes[target.layer]
 

@@ -33,7 +33,7 @@ the cube of it."""
 DAMPING = 0.01
 """Added to the diagonal of rotated moments, in units of its mean."""
 
-CORRELATION = 0.5
+CORRELATION = 0.4
 """Factor of the moments between different inputs: the text to come differs from these tokens."""
 
 
@@ -246,43 +246,57 @@ def ldlq_blocks(
 ) -> tuple[Tensor, Tensor]:
     """Codes, integers [n, vectors, z], and scales fp16 [n, groups] of rotated rows [n, in] float32.
 
+    The scale of a chunk is chosen when it is reached; that of a group of several chunks before any
+    error is passed on.
+
     Args:
-        factors: candidates of a scale, in units of the group's root mean square; chosen before any
-            error is passed on.
+        factors: candidates of a scale, in units of the group's root mean square.
         refit: move every scale to the least weighted error of the codes found.
     """
-    group = scheme.group(rows.shape[1])
-    if len(factors) == 1 and not refit:
-        groups = rows.unflatten(1, (-1, group))
-        scale = (root_mean_square(groups)[..., 0] * factors[0]).half()
-    else:
-        _, scale = encode_weight(rows, codebook, scheme, factors, refit)
-    chunk, upper = feedback.chunk, feedback.upper
-    at_once = refit and group == chunk  # later columns make up for what the new scale leaves
-    left = padded(rows, upper.shape[1]).transpose(0, 1).contiguous()  # [blocks, n, width]
-    units = padded(scale.repeat_interleave(group // chunk, 1), upper.shape[1] // chunk)
+    size, upper, chunk = rows.shape[1], feedback.upper, feedback.chunk
     one, assigner = replace(scheme, scale_group=chunk), Assigner(codebook, scheme)
+    whole = scheme.group(size) > chunk
+    scale = units = torch.empty(0)
+    if whole:
+        scale = _scale(rows, codebook, scheme, factors, refit)
+        units = padded(
+            scale.repeat_interleave(scheme.group(size) // chunk, 1), upper.shape[1] // chunk
+        )
+    left = padded(rows, upper.shape[1]).transpose(0, 1).contiguous()  # [blocks, n, width]
     passed_on = feedback.passed_on(scheme.vector_size)
     codes, scales = [], []
     for first in range(0, left.shape[2], chunk):
         part, later, index = slice(first, first + chunk), slice(first + chunk, None), first // chunk
-        own, unit = left[:, :, part], units[:, :, index].contiguous()
+        own = left[:, :, part]
         flat = own.transpose(0, 1).flatten(1)
+        if whole:
+            unit = units[:, :, index].contiguous()
+        else:
+            unit = _scale(flat, codebook, one, factors, refit)
         found = round_weight(flat, unit, codebook, one, passed_on[:, index].contiguous())
         entries = assigner.entries(found.flatten(0, 1).long()).view(len(rows), -1, chunk)
         whiten = feedback.whiten[:, index]
         target, made = own @ whiten, entries.transpose(0, 1) @ whiten  # [blocks, n, chunk]
-        if at_once:
+        if refit and not whole:
             unit = _least_squares(target, made, unit.T).T
         errors = target - made * unit.T.float()[..., None]
         left[:, :, later].baddbmm_(errors, upper[:, part, later], alpha=-1)
         codes.append(found.unflatten(1, (len(upper), -1)))
         scales.append(unit)
-    together = torch.stack(codes, 2).flatten(1, 3)[:, : rows.shape[1] // scheme.vector_size]
-    if at_once:
-        return together, torch.stack(scales, 2).flatten(1)[:, : scale.shape[1]].contiguous()
-    scale = _refitted(rows, together, scale, assigner, feedback) if refit else scale
-    return together, scale
+    together = torch.stack(codes, 2).flatten(1, 3)[:, : size // scheme.vector_size]
+    if not whole:
+        return together, torch.stack(scales, 2).flatten(1)[:, : size // chunk].contiguous()
+    return together, _refitted(rows, together, scale, assigner, feedback) if refit else scale
+
+
+def _scale(
+    rows: Tensor, codebook: Tensor, scheme: VQScheme, factors: tuple[float, ...], refit: bool
+) -> Tensor:
+    """The scales fp16 [n, groups] of the least squared error."""
+    if len(factors) == 1 and not refit:
+        groups = rows.unflatten(1, (-1, scheme.group(rows.shape[1])))
+        return (root_mean_square(groups)[..., 0] * factors[0]).half()
+    return encode_weight(rows, codebook, scheme, factors, refit)[1]
 
 
 def _least_squares(target: Tensor, made: Tensor, scale: Tensor) -> Tensor:
