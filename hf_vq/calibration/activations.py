@@ -1,11 +1,11 @@
 """`VQConfig(activations=...)`: quantize with what two thousand tokens say about the inputs.
 
-    for every block:   its inputs -> H = mean of x x^T in each block of a rotation -> codes
+    for every block:   its inputs -> H = mean of x x^T in wide blocks of inputs -> codes
                        its outputs with these codes -> the inputs of the next block
 
-It is calibration's way (`layerwise`) in seconds instead of minutes: H of 128 inputs needs few
-tokens, and the blocks of a matrix are rounded at once (`fit/block_ldlq.py`). The tokens are ones
-that the model writes itself, so that no text is needed.
+It is calibration's way (`layerwise`) in seconds instead of minutes: few tokens, whose H is believed
+by less than half (`fit/block_ldlq.py`). The tokens are ones that the model writes itself, so that
+no text is needed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from transformers.utils import logging
 
 from ..errors import VQCalibrationError, VQConfigError, VQFormatError
 from ..fit import FittedWeight, fixed_tensors
-from ..fit.block_ldlq import BlockFeedback
+from ..fit.block_ldlq import BlockFeedback, width_of
 from ..fit.input_scale import input_scale
 from ..formats.catalog import LinearScheme
 from ..formats.scheme import VQScheme
@@ -357,7 +357,7 @@ class ActivationPass:
         """
         plain = {name: layer for name, layer in layers.items() if not holds_experts(layer)}
         for heard in (layers, plain) if len(plain) < len(layers) else (layers,):
-            listener = Listener(block=self._width)
+            listener = Listener(block=partial(self._width, isinstance(blocks, Blocks)))
             try:
                 for hidden in blocks.hidden if not self.failed else ():
                     with listener.listening(heard):
@@ -402,10 +402,12 @@ class ActivationPass:
 
         return fit_target(target, module, scheme, self.config, known_of)
 
-    def _width(self, in_features: int) -> int:
-        """Inputs of a block of H: the largest block of a rotation of rows of this size."""
+    def _width(self, one_by_one: bool, in_features: int, fused: bool) -> int:
+        """Inputs of a block of H: many, unless experts share few tokens, or the moments of all
+        layers are in memory at once."""
         schemes = {s for s in self.schemes.values() if isinstance(s, VQScheme)}
-        return max(scheme.block(in_features) for scheme in schemes)
+        block = max(scheme.block(in_features) for scheme in schemes)
+        return width_of(in_features, block) if one_by_one and not fused else block
 
     def _sequences_or_none(self, model: Any) -> Tensor:
         """Token ids [sequences, tokens]; none where a model that was given no text has no tokens
@@ -477,18 +479,21 @@ class _Known:
             hessian = self.site.hessian(index if target.fused else 0)
             found: dict[str, Any] = {}
             if scheme.is_scaled:
-                found["input_scale"] = self._input_scale(hessian.sum(0), index)
+                found["input_scale"] = self._input_scale(hessian.sum(0), index, target.shape[1])
             seed, device = self.owner.config.seed, hessian.device
             fixed = fixed_tensors(scheme, target.shape[1], seed, device, **found)
             rotation = rotation_of(fixed)
-            found["feedback"] = BlockFeedback(hessian, scheme, rotation, where=target.name)
+            found["feedback"] = BlockFeedback(
+                hessian, scheme, rotation, in_features=target.shape[1], where=target.name
+            )
             self._made[key] = found
         return self._made[key]
 
-    def _input_scale(self, hessian: Tensor, index: int) -> Tensor:
+    def _input_scale(self, hessian: Tensor, index: int, in_features: int) -> Tensor:
         """One for all layers of the site, so that kernels rotate their input once."""
         matrices = [one.matrices(self.layers[one.layer])[index] for one in self.targets]
-        return input_scale(hessian.diagonal(dim1=-2, dim2=-1).flatten(), matrices)
+        power = hessian.diagonal(dim1=-2, dim2=-1).flatten()[:in_features]
+        return input_scale(power, matrices)
 
 
 def _shown(error: Exception) -> str:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..fit.block_ldlq import padded
 from ..nn.experts import expert_output, holds_experts, projections_of, routed
 from .blocks import Blocks, find_blocks, replace_forward
 
@@ -58,7 +59,7 @@ class Site:
             self.unseen.addmm_(unseen.T, unseen)
             self.unseen_tokens += count
         if self.total.ndim == 5:
-            blocks = rows.unflatten(1, (-1, self.total.shape[-1])).transpose(0, 1)
+            blocks = padded(rows, self.total.shape[-1]).transpose(0, 1)
             self.total[expert, half].baddbmm_(blocks.transpose(1, 2), blocks)
         else:
             self.total[expert].addmm_(rows.T, rows)
@@ -92,8 +93,8 @@ class Listener:
 
     Args:
         gradients: also record the gradients of their outputs.
-        block: size of the blocks of H that are summed, by number of inputs, in two halves of the
-            passes; None = all of H.
+        block: size of the blocks of H that are summed, by number of inputs and whether they are of
+            fused experts, in two halves of the passes; None = all of H.
         hold_out: keep a part of the inputs of layers that are not experts apart (HELD_OUT).
 
     Attributes:
@@ -104,7 +105,7 @@ class Listener:
     def __init__(
         self,
         gradients: bool = False,
-        block: Callable[[int], int] | None = None,
+        block: Callable[[int, bool], int] | None = None,
         hold_out: bool = False,
     ) -> None:
         self.block = block
@@ -159,12 +160,12 @@ class Listener:
             self._recorded.append((x, site))
             site.add(x, half=self._half)
 
-    def _new(self, name: str, x: Tensor, experts: int) -> Site:
+    def _new(self, name: str, x: Tensor, experts: int, fused: bool = False) -> Site:
         size = x.shape[-1]
         shape: tuple[int, ...] = (experts, size, size)
         if self.block is not None:
-            block = self.block(size)
-            shape = (experts, 2, size // block, block, block)
+            block = self.block(size, fused)
+            shape = (experts, 2, -(-size // block), block, block)
         total = torch.zeros(shape, dtype=torch.float32, device=x.device)
         self.sites.append(Site([name], total, [0] * experts))
         return self.sites[-1]
@@ -176,7 +177,7 @@ class Listener:
         def project(weight: str, index: int, x: Tensor) -> Tensor:
             name = f"{layer}.{weight}"
             if name not in self._site:
-                self._site[name] = self._new(name, x, count)
+                self._site[name] = self._new(name, x, count, fused=True)
             self._site[name].add(x, index, self._half)
             matrix = getattr(experts, weight)[index]
             bias = getattr(experts, f"{weight}_bias")[index] if experts.has_bias else None

@@ -38,7 +38,7 @@ from .ldlq_groups import LdlqGroups
 from .offload import place_of, weight_of
 from .resume import CodedBlock, ResumeFolder, open_resume_folder
 from .targets import Target, decode_target, fit_target, replace_layers, targets_of
-from .text import context_of, find_text, sequences_of, tokenizer_of
+from .text import context_of, find_text, sequences_of, tokenizer_of, usual_context
 from .weight_allocation import allocation, measure_costs
 
 logger = logging.get_logger("hf_vq")
@@ -348,7 +348,10 @@ class WeightCalibration:
         return None if name is None else torch.device(name)
 
     def _sequences(self, model: Any) -> Tensor:
-        tokens, context = self.options["tokens"], context_of(model, self.options["context"])
+        tokens, given = self.options["tokens"], self.options["context"]
+        context = context_of(model, given)
+        if given is None:
+            context = min(context, usual_context(tokens))
         tokenizer = None if self.text is None else tokenizer_of(model, self.files)
         context, seed = min(context, tokens), self.config.seed
         return sequences_of(model, self.text, tokenizer, tokens, context, seed, progress=True)

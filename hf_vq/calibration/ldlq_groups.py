@@ -6,8 +6,9 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from ..fit import FittedWeight, damping, fit_weight, fixed_tensors
-from ..fit.ldlq import Feedback
+from ..fit import FittedWeight, fit_weight, fixed_tensors
+from ..fit.correlation import choose
+from ..fit.ldlq import DAMPING, Feedback
 from ..formats.catalog import LinearScheme
 from ..formats.qoq import QoQScheme
 from ..formats.stored_weight import rotation_of
@@ -16,10 +17,11 @@ from .targets import Target
 
 
 class LdlqGroups:
-    """Feedback matrices of the layers of a site, one for each rotation, expert and damping.
+    """Feedback matrices of the layers of a site, one for each rotation, expert and correlation.
 
     Args:
-        damping: of all; None chooses it for each matrix on held-out inputs.
+        damping: of all, which then believe H whole; None is DAMPING, and how far moments between
+            different inputs are believed is chosen for each matrix on held-out inputs.
     """
 
     def __init__(
@@ -31,24 +33,25 @@ class LdlqGroups:
 
     def of(self, target: Target, matrix: Tensor, expert: int = 0) -> Feedback:
         """The feedback of one matrix [out, in]."""
-        if self.damping is not None:
-            return self._with(target, expert, self.damping)
+        if self.damping is not None or not self.site.unseen_tokens:
+            return self._with(target, expert, 1.0)
         scheme = self.schemes[target.layer]
 
         def fit(rows: Tensor, feedback: Feedback) -> FittedWeight:
             return fit_weight(rows, scheme, seed=self.seed, where=target.name, feedback=feedback)
 
-        chosen = damping.choose(matrix, scheme, lambda one: self._with(target, expert, one), fit)
+        chosen = choose(matrix, scheme, lambda one: self._with(target, expert, one), fit)
         return self._with(target, expert, chosen)
 
-    def _with(self, target: Target, expert: int, damping: float) -> Feedback:
+    def _with(self, target: Target, expert: int, correlation: float) -> Feedback:
         scheme = self.schemes[target.layer]
+        damping = DAMPING if self.damping is None else self.damping
         rotation = (
             ("none", 0)
             if isinstance(scheme, QoQScheme)
             else (scheme.rotation, scheme.rotation_block)
         )
-        key = (*rotation, expert, damping)
+        key = (*rotation, expert, correlation)
         if key not in self._found:
             if len(self.site.tokens) > 1:
                 self._found.clear()  # else the Hessians of all experts are in memory twice
@@ -56,8 +59,8 @@ class LdlqGroups:
             fixed = fixed_tensors(scheme, len(hessian), self.seed, hessian.device)
             where = f"{target.name}[{expert}]" if target.fused else target.name
             self._found[key] = Feedback(
-                hessian, scheme, rotation_of(fixed), damping=damping, where=where,
-                unseen=self.site.unseen_hessian(),
+                hessian, scheme, rotation_of(fixed), damping=damping, correlation=correlation,
+                where=where, unseen=self.site.unseen_hessian(),
             )  # fmt: skip
         found = self._found[key]
         if found.damping > damping:

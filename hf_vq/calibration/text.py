@@ -26,6 +26,7 @@ from .offload import place_of
 logger = logging.get_logger("hf_vq")
 
 CONTEXT = 2048
+SEQUENCES, _SHORTEST = 64, 64
 _WRITTEN_AT_ONCE = 1 << 15  # tokens of a batch of generated sequences
 _BLOCK = 512  # tokens whose chances are added first
 _SHIPPED = Path(__file__).parent / "data" / "default.txt.xz"  # made by scripts/
@@ -178,6 +179,13 @@ def context_of(model: Any, context: int | None) -> int:
             f"context={context} is more than the {longest} tokens the model reads: give fewer."
         )
     return context
+
+
+def usual_context(tokens: int) -> int:
+    """Tokens of a sequence that calibrates weights: SEQUENCES of them, unless they would be longer
+    than CONTEXT or very short. The first token of each may have inputs like no other's, which
+    decide what attention ignores: few sequences show too few of them."""
+    return min(CONTEXT, max(_SHORTEST, tokens // SEQUENCES))
 
 
 def spread(length: int, count: int) -> Tensor:

@@ -1,17 +1,23 @@
-"""Block-LDLQ inside the blocks of a rotation, for statistics of few tokens.
+"""Block-LDLQ inside wide blocks of columns, for statistics of few tokens.
 
     min over codes  sum over blocks b  tr( E_b H_b E_b^T ),     E = W - Q
 
-`ldlq` passes errors on through a whole row, by moments H [in, in] that need many thousand tokens:
-with few it fits their noise. The moments of a block of 128 inputs follow from a thousand. And no
-block waits for another: all blocks of a matrix are rounded at once (`ops.round_weight`).
+`ldlq` believes moments H [in, in] of many thousand tokens; with few it fits their noise. Here
+moments between different inputs count for less than half, and for less still where two halves of
+the tokens disagree. Blocks of at most WIDTH inputs bound what long rows cost.
+
+    chunk 0   chunk 1   chunk 2     a chunk of columns is rounded in all blocks at once
+    >>>>>>>|->>>>>>>>|->>>>>>>>     (`ops.round_weight`); its errors are passed on to the next ones
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from functools import cached_property
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import VQCalibrationError
@@ -20,33 +26,47 @@ from ..ops import encode_weight, round_weight
 from ..ops.reference.encode_weight import Assigner, root_mean_square
 from ..transforms import rotate
 
-DAMPINGS = (0.1, 0.3, 1.0, 10.0)
-"""Candidates of what is added to the diagonal of rotated moments, in units of its mean. With the
-last, almost nothing is passed on, as in rounding to nearest."""
+WIDTH = 2048
+"""Most inputs of a block, unless a rotation's block is wider: the factorization of a block takes
+the cube of it."""
 
-DAMPING = DAMPINGS[1]
-"""The one of moments that are not in halves."""
+DAMPING = 0.01
+"""Added to the diagonal of rotated moments, in units of its mean."""
 
-CORRELATION = 0.5
-"""Factor of the moments between different inputs: half of what few tokens show is chance."""
+CORRELATION = 0.4
+"""Factor of the moments between different inputs: the text to come differs from these tokens."""
+
+
+def width_of(in_features: int, block: int) -> int:
+    """Inputs of each block of H: a multiple of `block`, the rotation's. Of the last block, some may
+    be behind the row's end (`padded`)."""
+    count = in_features // block
+    blocks = math.ceil(count / max(1, WIDTH // block))
+    return block * math.ceil(count / blocks)
+
+
+def padded(x: Tensor, width: int) -> Tensor:
+    """The last dimension of `x` in blocks [.., blocks, width], with zeros at its end."""
+    return F.pad(x, (0, -x.shape[-1] % width)).unflatten(-1, (-1, width))
 
 
 class BlockFeedback:
-    """What the inputs of a layer say about its weights, for each block of the rotation.
+    """What the inputs of a layer say about its weights, for each block of columns.
 
     Args:
         moments: H of each block of inputs [blocks, size, size]; `size` is the rotation's block or a
-            multiple of it. Or of two halves of the inputs, [2, blocks, size, size], whose sum is H:
-            then the damping of each block is the one of DAMPINGS that is best for both halves, each
-            rounded with what the other one shows.
+            multiple of it (`width_of`). Or of two halves of the inputs, [2, blocks, size, size],
+            whose sum is H: then moments between different inputs count as far as halves agree.
         scheme: its rotation turns inputs; it must have one.
         rotation: packed signs, diagonal or matrix of that rotation.
+        in_features: of the layer; None = blocks * size, nothing is behind the row's end.
         where: name of a layer, for errors.
 
     Attributes:
-        damping: of each block of the rotation [blocks].
-        upper: U of each block with (rotated H)^-1 = U^T U, [blocks, size, size] float32. A block
-            has the size of the rotation's, or of a group with one scale if that is less.
+        correlation: factor of the moments between different inputs of each block [blocks].
+        upper: U of each block with (rotated H)^-1 = U^T U, [blocks, size, size] float32.
+        chunk: columns that are rounded at once: a rotation's block, or a group with one scale if
+            that is less.
 
     Raises:
         VQCalibrationError: the moments are not finite.
@@ -56,7 +76,13 @@ class BlockFeedback:
     unseen = None  # no inputs are held out
 
     def __init__(
-        self, moments: Tensor, scheme: VQScheme, rotation: Tensor | None, *, where: str = "layer"
+        self,
+        moments: Tensor,
+        scheme: VQScheme,
+        rotation: Tensor | None,
+        *,
+        in_features: int | None = None,
+        where: str = "layer",
     ) -> None:
         if not bool(moments.isfinite().all()):
             raise VQCalibrationError(
@@ -65,94 +91,74 @@ class BlockFeedback:
             )
         self.scheme, self.where, self._given = scheme, where, moments
         *_, count, size, _ = moments.shape
-        self._in_features = count * size
-        self._turn = self._rotation(rotation, moments.device)
-        parts = moments.double() if moments.ndim == 4 else moments[None].double()
-        halves = [_diagonal_blocks(part, scheme.block(self._in_features)) for part in parts]
-        blocks = _shrunk(torch.stack(halves).sum(0))
-        self.damping = torch.full_like(blocks[:, 0, 0], DAMPING)
-        if len(halves) == 2:
-            self.damping = self._chosen(halves[0], halves[1])
-        ridge, upper = self._upper(self._turned(blocks), self.damping)
-        self.upper = upper.float()
+        self.in_features = in_features or count * size
+        block = scheme.block(self.in_features)
+        self.chunk = min(block, scheme.group(self.in_features))
+        halves = moments.float() if moments.ndim == 4 else moments[None].float()
+        blocks = halves.sum(0)
+        self.correlation = CORRELATION * _agreement(halves, blocks)
+        blocks = _shrunk(blocks, self.correlation)
+        turn = self._rotation(rotation, moments.device, count * size).unflatten(0, (count, -1))
+        turned = _turned(_turned(blocks, turn), turn)
+        inputs = self.in_features - size * torch.arange(count, device=moments.device)
+        mean = turned.diagonal(dim1=1, dim2=2).sum(1) / inputs.clamp_max(size)
+        # A block whose inputs are all zero is rounded as if they were anything.
+        ridge = torch.where(mean > 0, DAMPING * mean, 1.0)[:, None]
+        turned.diagonal(dim1=1, dim2=2).add_(ridge)
+        turned /= (mean[:, None] + ridge)[..., None]
+        self.upper = _upper_of_inverse(turned)
+        self._chunks = _diagonal_blocks(turned, self.chunk)
         self._passed_on: dict[int, Tensor] = {}
         # Of rows that are not rotated: |w'|^2 of the rotated ones is |w / d|^2.
-        divided = ridge[:, None] / self._turn.square().sum(2)
-        self._damped = (blocks + torch.diag_embed(divided)).float()
-
-    def _turned(self, blocks: Tensor) -> Tensor:
-        """The moments of rotated inputs."""
-        return self._turn.transpose(1, 2) @ blocks @ self._turn
-
-    def _upper(self, turned: Tensor, damping: Tensor) -> tuple[Tensor, Tensor]:
-        """What is added to the diagonal of each block of rotated moments [blocks], and U of each.
-
-        Factorized in their dtype.
-        """
-        mean = turned.diagonal(dim1=1, dim2=2).mean(1)
-        # A block whose inputs are all zero is rounded as if they were anything.
-        ridge = torch.where(mean > 0, damping * mean, 1.0)
-        eye = torch.eye(turned.shape[1], dtype=turned.dtype, device=turned.device)
-        turned = (turned + ridge[:, None, None] * eye) / (mean + ridge)[:, None, None]
-        turned = self._with_one_scale(turned)
-        # With columns in reverse order, H = M M^T has a lower M, so U = M^-1 in this order.
-        lower = torch.linalg.cholesky(turned.flip(1, 2))
-        eye = eye[: turned.shape[1], : turned.shape[1]].expand_as(turned)
-        return ridge, torch.linalg.solve_triangular(lower, eye, upper=False).flip(1, 2)
-
-    def _chosen(self, one: Tensor, other: Tensor) -> Tensor:
-        """The damping of each block [blocks].
-
-        Errors of rounding are alike in all columns and independent. Passed on by U with a diagonal
-        of ones, they make tr(U H U^T) of inputs with second moments H.
-        """
-        costs = torch.zeros(len(DAMPINGS), len(one), device=one.device)
-        for shown, unseen in ((one, other), (other, one)):
-            # In float32: with all of these dampings, that suffices to compare them.
-            seen = self._turned(_shrunk(shown)).float()
-            turned = self._with_one_scale(self._turned(unseen)).float()
-            for cost, damping in zip(costs, DAMPINGS, strict=True):
-                _, upper = self._upper(seen, torch.full_like(cost, damping))
-                unit = upper / upper.diagonal(dim1=1, dim2=2)[:, :, None]
-                made = ((unit @ turned) * unit).sum((1, 2))
-                cost += made.unflatten(0, (len(one), -1)).sum(1)
-        return torch.tensor(DAMPINGS, dtype=one.dtype, device=one.device)[costs.argmin(0)]
-
-    def _with_one_scale(self, turned: Tensor) -> Tensor:
-        """The diagonal blocks of rotated moments whose columns share a scale."""
-        return _diagonal_blocks(turned, min(turned.shape[1], self.scheme.group(self._in_features)))
+        divided = ridge[..., None] / turn.square().sum(3)
+        blocks.diagonal(dim1=1, dim2=2).add_(divided.flatten(1))
+        self._damped = _diagonal_blocks(blocks, block)[: self.in_features // block]
 
     @cached_property
+    def whiten(self) -> Tensor:
+        """U^-1 of each chunk [blocks, chunks, chunk, chunk]: errors [.., chunk] times it make Z of
+        `ldlq`."""
+        own = self._own(self.chunk)
+        eye = torch.eye(self.chunk, device=own.device).expand_as(own)
+        found = torch.linalg.solve_triangular(own, eye, upper=True)
+        return found.unflatten(0, (len(self.upper), -1))
+
+    def _own(self, size: int) -> Tensor:
+        """The blocks of `size` on the diagonal of U [.., size, size]."""
+        return _diagonal_blocks(self.upper, size)
+
+    @property
     def moments(self) -> Tensor:
-        """Damped rotated H of each block, up to a factor: (U^T U)^-1, [blocks, size, size]."""
-        eye = torch.eye(self.upper.shape[1], dtype=torch.float64, device=self.upper.device)
-        root = torch.linalg.solve_triangular(
-            self.upper.double(), eye.expand_as(self.upper), upper=True
-        )
-        return (root @ root.mT).float()
+        """Damped rotated H of each chunk, up to a factor: [chunks, chunk, chunk]."""
+        return self._chunks[: self.in_features // self.chunk]
 
     def passed_on(self, width: int) -> Tensor:
-        """What later columns get of the error of each: `feedback` of `ops.round_weight`.
+        """What later columns of each chunk get of the error of each: `feedback` of
+        `ops.round_weight` [blocks, chunks, chunk, chunk].
 
         Args:
             width: columns of a vector, which are rounded at once.
         """
         if width not in self._passed_on:
-            rows = self.upper.unflatten(1, (-1, width))  # [blocks, vectors, width, size]
-            own = _diagonal_blocks(self.upper, width).unflatten(0, rows.shape[:2])
+            chunks = self._own(self.chunk)
+            rows = chunks.unflatten(1, (-1, width))  # [chunks, vectors, width, chunk]
+            own = self._own(width).unflatten(0, rows.shape[:2])
             unit = torch.linalg.solve_triangular(own, rows, upper=True).flatten(1, 2)
-            vector = torch.arange(unit.shape[1], device=unit.device) // width
+            vector = torch.arange(self.chunk, device=unit.device) // width
             later = vector[:, None] < vector
-            self._passed_on[width] = -(unit * later).mT.contiguous()
+            found = -(unit * later).mT.contiguous()
+            self._passed_on[width] = found.unflatten(0, (len(self.upper), -1))
         return self._passed_on[width]
 
     def turned_by(self, rotation: Tensor | None) -> BlockFeedback:
         """What the same inputs say about weights with another rotation of the same kind."""
-        return BlockFeedback(self._given, self.scheme, rotation, where=self.where)
+        return BlockFeedback(
+            self._given, self.scheme, rotation, in_features=self.in_features, where=self.where
+        )
 
     def energy(self, rows: Tensor) -> float:
         """tr(A H A^T) of rows A [n, in], not rotated, with H as damped and without what is outside
-        of the blocks: what they make of the inputs, squared."""
+        of the rotation's blocks: about what they make of the inputs, squared."""
         parts = rows.float().unflatten(1, (len(self._damped), -1)).transpose(0, 1)
         return float(((parts @ self._damped) * parts).sum(dtype=torch.float64))
 
@@ -160,18 +166,66 @@ class BlockFeedback:
         """`energy`, as there are no inputs that were not seen."""
         return self.energy(rows)
 
-    def _rotation(self, rotation: Tensor | None, device: torch.device) -> Tensor:
-        """R of each block, x' = x R: [blocks, size, size]."""
-        block = self.scheme.block(self._in_features)
+    def _rotation(self, rotation: Tensor | None, device: torch.device, columns: int) -> Tensor:
+        """R of each block of the rotation, x' = x R: [blocks, size, size]; 1 behind the row."""
+        block = self.scheme.block(self.in_features)
         unit = torch.eye(block, dtype=torch.float64, device=device)
-        turned = rotate(unit.repeat(1, self._in_features // block), self.scheme, rotation)
-        return turned.unflatten(1, (-1, block)).transpose(0, 1)
+        turned = rotate(unit.repeat(1, self.in_features // block), self.scheme, rotation)
+        found = turned.unflatten(1, (-1, block)).transpose(0, 1)
+        behind = unit.expand((columns - self.in_features) // block, -1, -1)
+        return torch.cat([found, behind]).float()
 
 
-def _shrunk(blocks: Tensor) -> Tensor:
-    """The same with CORRELATION between different inputs."""
-    own = torch.diag_embed(blocks.diagonal(dim1=1, dim2=2))
-    return CORRELATION * blocks + (1 - CORRELATION) * own
+def _agreement(halves: Tensor, blocks: Tensor) -> Tensor:
+    """The factor of the moments between different inputs of each block [blocks] that brings them
+    nearest to those of all inputs there are; 1 where nothing is in halves.
+
+    Moments are compared in units of the inputs' power. With H the mean of two independent H_i, it
+    is <H, all> / <H, H>, and <H_1, H_2> has the expectation of <H, all>.
+    """
+    if len(halves) == 1:
+        return torch.ones_like(blocks[:, 0, 0])
+    power = blocks.diagonal(dim1=1, dim2=2)
+    unit = torch.where(power > 0, power.rsqrt(), 0.0)
+
+    def others(moments: Tensor) -> Tensor:
+        scaled = moments * unit[:, :, None] * unit[:, None]
+        scaled.diagonal(dim1=1, dim2=2).zero_()
+        return scaled.flatten(1)
+
+    one, other = map(others, halves)
+    both = 4 * (one * other).sum(1)
+    return (both / (one + other).square().sum(1).clamp_min(1e-30)).clamp(0.0, 1.0)
+
+
+def _shrunk(blocks: Tensor, correlation: Tensor) -> Tensor:
+    """The same with other moments between different inputs."""
+    own = blocks.diagonal(dim1=1, dim2=2).clone()
+    found = blocks * correlation[:, None, None]
+    found.diagonal(dim1=1, dim2=2).copy_(own)
+    return found
+
+
+def _turned(blocks: Tensor, turn: Tensor) -> Tensor:
+    """(R^T H)^T of each symmetric or half turned block H, R block by block: once is H R after a
+    second time.
+
+    Args:
+        turn: [blocks, parts, size, size].
+    """
+    rows = blocks.unflatten(1, turn.shape[1:3])  # [blocks, parts, size, width]
+    return (turn.mT @ rows).flatten(1, 2).mT
+
+
+def _upper_of_inverse(moments: Tensor) -> Tensor:
+    """U with moments^-1 = U^T U, of each block, in float32."""
+    # With columns in reverse order, H = M M^T has a lower M, so U = M^-1 in this order.
+    reverse = moments.flip(1, 2)
+    lower, failed = torch.linalg.cholesky_ex(reverse)
+    if bool(failed.any()):  # the rounding of float32 may leave no positive definite matrix
+        lower = torch.linalg.cholesky(reverse.double()).float()
+    eye = torch.eye(moments.shape[1], device=moments.device).expand_as(moments)
+    return torch.linalg.solve_triangular(lower, eye, upper=False).flip(1, 2).contiguous()
 
 
 def _diagonal_blocks(moments: Tensor, size: int) -> Tensor:
@@ -192,30 +246,71 @@ def ldlq_blocks(
 ) -> tuple[Tensor, Tensor]:
     """Codes, integers [n, vectors, z], and scales fp16 [n, groups] of rotated rows [n, in] float32.
 
+    The scale of a chunk is chosen when it is reached; that of a group of several chunks before any
+    error is passed on.
+
     Args:
-        factors: candidates of a scale, in units of the group's root mean square; chosen before any
-            error is passed on.
+        factors: candidates of a scale, in units of the group's root mean square.
         refit: move every scale to the least weighted error of the codes found.
     """
+    size, upper, chunk = rows.shape[1], feedback.upper, feedback.chunk
+    one, assigner = replace(scheme, scale_group=chunk), Assigner(codebook, scheme)
+    whole = scheme.group(size) > chunk
+    scale = units = torch.empty(0)
+    if whole:
+        scale = _scale(rows, codebook, scheme, factors, refit)
+        units = padded(
+            scale.repeat_interleave(scheme.group(size) // chunk, 1), upper.shape[1] // chunk
+        )
+    left = padded(rows, upper.shape[1]).transpose(0, 1).contiguous()  # [blocks, n, width]
+    passed_on = feedback.passed_on(scheme.vector_size)
+    codes, scales = [], []
+    for first in range(0, left.shape[2], chunk):
+        part, later, index = slice(first, first + chunk), slice(first + chunk, None), first // chunk
+        own = left[:, :, part]
+        flat = own.transpose(0, 1).flatten(1)
+        if whole:
+            unit = units[:, :, index].contiguous()
+        else:
+            unit = _scale(flat, codebook, one, factors, refit)
+        found = round_weight(flat, unit, codebook, one, passed_on[:, index].contiguous())
+        entries = assigner.entries(found.flatten(0, 1).long()).view(len(rows), -1, chunk)
+        whiten = feedback.whiten[:, index]
+        target, made = own @ whiten, entries.transpose(0, 1) @ whiten  # [blocks, n, chunk]
+        if refit and not whole:
+            unit = _least_squares(target, made, unit.T).T
+        errors = target - made * unit.T.float()[..., None]
+        left[:, :, later].baddbmm_(errors, upper[:, part, later], alpha=-1)
+        codes.append(found.unflatten(1, (len(upper), -1)))
+        scales.append(unit)
+    together = torch.stack(codes, 2).flatten(1, 3)[:, : size // scheme.vector_size]
+    if not whole:
+        return together, torch.stack(scales, 2).flatten(1)[:, : size // chunk].contiguous()
+    return together, _refitted(rows, together, scale, assigner, feedback) if refit else scale
+
+
+def _scale(
+    rows: Tensor, codebook: Tensor, scheme: VQScheme, factors: tuple[float, ...], refit: bool
+) -> Tensor:
+    """The scales fp16 [n, groups] of the least squared error."""
     if len(factors) == 1 and not refit:
         groups = rows.unflatten(1, (-1, scheme.group(rows.shape[1])))
-        scale = (root_mean_square(groups)[..., 0] * factors[0]).half()
-    else:
-        _, scale = encode_weight(rows, codebook, scheme, factors, refit)
-    codes = round_weight(rows, scale, codebook, scheme, feedback.passed_on(scheme.vector_size))
-    return codes, _refitted(rows, codes, scale, codebook, scheme, feedback) if refit else scale
+        return (root_mean_square(groups)[..., 0] * factors[0]).half()
+    return encode_weight(rows, codebook, scheme, factors, refit)[1]
+
+
+def _least_squares(target: Tensor, made: Tensor, scale: Tensor) -> Tensor:
+    """The scale fp16 of entries that is nearest to a target [.., numbers]; one that is not positive
+    or finite stays as it was."""
+    fitted = ((target * made).sum(-1) / made.square().sum(-1).clamp_min(1e-30)).half()
+    return torch.where((fitted > 0) & scale.isfinite(), fitted, scale)
 
 
 def _refitted(
-    rows: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    codebook: Tensor,
-    scheme: VQScheme,
-    feedback: BlockFeedback,
+    rows: Tensor, codes: Tensor, scale: Tensor, assigner: Assigner, feedback: BlockFeedback
 ) -> Tensor:
-    """The scales of the least weighted error of codes, as stored."""
-    entries = Assigner(codebook, scheme).entries(codes.flatten(0, 1).long()).reshape(rows.shape)
+    """The scales of the least weighted error of codes, as stored, for groups of several chunks."""
+    entries = assigner.entries(codes.flatten(0, 1).long()).reshape(rows.shape)
     moments = feedback.moments
     weighted = (entries.unflatten(1, moments.shape[:2]).transpose(0, 1) @ moments).transpose(0, 1)
     weighted = weighted.flatten(1).unflatten(1, (scale.shape[1], -1))

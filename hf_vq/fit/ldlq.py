@@ -44,6 +44,7 @@ class Feedback:
         scheme: its rotation turns inputs as it turns weights.
         rotation: packed signs, diagonal or matrix of that rotation.
         damping: see `DAMPING`.
+        correlation: factor of the moments between different inputs, see `correlation.py`.
         where: name of a layer, for errors.
         unseen: the mean of x x^T of other inputs, to report errors on; None reports on `moments`.
 
@@ -62,6 +63,7 @@ class Feedback:
         rotation: Tensor | None = None,
         *,
         damping: float = DAMPING,
+        correlation: float = 1.0,
         where: str = "the layer",
         unseen: Tensor | None = None,
     ) -> None:
@@ -71,7 +73,7 @@ class Feedback:
                 "model in bfloat16 or float32."
             )
         self.moments, self.scheme, self.where = moments, scheme, where
-        self.rotation, self.unseen = rotation, unseen
+        self.rotation, self.unseen, self.correlation = rotation, unseen, correlation
         turned = self._turned()
         diagonal = turned.diagonal().clone()
         mean = float(diagonal.mean())
@@ -93,8 +95,8 @@ class Feedback:
     def turned_by(self, rotation: Tensor | None) -> Feedback:
         """What the same inputs say about weights with another rotation of the same kind."""
         return Feedback(
-            self.moments, self.scheme, rotation, damping=self.damping, where=self.where,
-            unseen=self.unseen,
+            self.moments, self.scheme, rotation, damping=self.damping,
+            correlation=self.correlation, where=self.where, unseen=self.unseen,
         )  # fmt: skip
 
     @cached_property
@@ -105,10 +107,14 @@ class Feedback:
         return turned.float()
 
     def _turned(self) -> Tensor:
+        moments = self.moments.to(torch.float64, copy=True)
+        if self.correlation < 1:
+            own = moments.diagonal().clone()
+            moments.mul_(self.correlation).diagonal().copy_(own)
         if isinstance(self.scheme, QoQScheme):  # which does not rotate
-            return self.moments.to(torch.float64, copy=True)
+            return moments
         # With x' = x D R, H' = R^T D H D R: what divided weights are multiplied with.
-        turned = rotate(self.moments.double(), self.scheme, self.rotation)
+        turned = rotate(moments, self.scheme, self.rotation)
         return rotate(turned.T.contiguous(), self.scheme, self.rotation).contiguous()
 
     def energy(self, rows: Tensor) -> float:

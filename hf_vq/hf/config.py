@@ -74,12 +74,13 @@ class VQConfig(QuantizationConfigMixin):
             `NAME[:CONFIG[:SPLIT]]` (needs the package `datasets`), `"default"` for a mixed text
             that comes with the package, or `"model"` for text that the model generates. Or a dict
             with the text as `text` and any of: `tokens`, number of tokens to run (None = 131,072,
-            on a CPU 16,384); `context`, tokens of a sequence (None = 2048, or the model's maximum);
-            `damping` of the Hessians (None = chosen for each layer by held-out tokens); `finetune`,
-            "block" or "model", which trains scales, learned codebooks, norms and biases, and codes
-            unless `move_codes` is false; `transforms` of QoQ, names and booleans (docs/qserve.md);
-            `device` that computes the blocks, of which it holds one; `resume`, a folder for
-            intermediate results, to continue after an interruption.
+            on a CPU 16,384); `context`, tokens of a sequence (None = 2048, or fewer, for 64 of
+            them); `damping` of the Hessians (None = 0.01, and held-out tokens choose how far
+            correlations are believed); `finetune`, "block" or "model", which trains scales,
+            learned codebooks, norms and biases, and codes unless `move_codes` is false;
+            `transforms` of QoQ, names and booleans (docs/qserve.md); `device` that computes the
+            blocks, of which it holds one; `resume`, a folder for intermediate results, to continue
+            after an interruption.
         activations: tokens whose inputs of layers say which weights matter (docs/weights.md):
             `"model"` for 2,048 tokens that the model writes, `"random"`, a text or data set as in
             `calibration`, or token ids [tokens] or [sequences, tokens]. The dense model is held in

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from hf_vq.calibration.text import read_text
+from hf_vq.calibration.text import read_text, usual_context
 from hf_vq.evaluation.load import fingerprint, first_line, load_model, load_tokenizer
 from hf_vq.evaluation.score import Reference, model_forward, score
 from hf_vq.evaluation.text import text_facts
@@ -31,7 +31,6 @@ SOURCES = {
 }  # fmt: skip
 """Type of the file that a model was converted from; rows whose format has its grid are marked."""
 PASSKEYS = ("u4", "u3", "u2")  # caches that are asked for passkeys, besides the exact one
-CALIBRATION_CONTEXT = 1024
 KV_CHUNK = 8  # tokens of a step that reads the cache
 
 
@@ -120,8 +119,8 @@ class ModelSuite:
     def _job(self) -> weights.Job:
         options, learned, calibration = self.options, None, None
         if options.calibration is not None:
-            context = min(CALIBRATION_CONTEXT, options.calibration_tokens)
             count = options.calibration_tokens
+            context = min(usual_context(count), count)
             learned = texts.natural(self.tokenizer, options.calibration, count, context).ids
             calibration = {"text": str(options.calibration), "tokens": count, "context": context}
         return weights.Job(

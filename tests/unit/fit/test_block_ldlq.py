@@ -1,11 +1,18 @@
-"""Feedback inside the blocks of a rotation: what it weighs, what it lessens, and all sizes."""
+"""Feedback inside blocks of columns: what it weighs, what it lessens, and all sizes."""
 
 import pytest
 import torch
 
 from hf_vq.errors import VQCalibrationError
-from hf_vq.fit import fit_weight, fixed_tensors
-from hf_vq.fit.block_ldlq import CORRELATION, DAMPING, DAMPINGS, BlockFeedback, ldlq_blocks
+from hf_vq.fit import block_ldlq, fit_weight, fixed_tensors
+from hf_vq.fit.block_ldlq import (
+    CORRELATION,
+    DAMPING,
+    BlockFeedback,
+    ldlq_blocks,
+    padded,
+    width_of,
+)
 from hf_vq.fit.input_scale import input_scale
 from hf_vq.fit.ldlq import Feedback, ldlq_rows
 from hf_vq.formats import WEIGHT_SCHEMES, weight_scheme
@@ -97,6 +104,51 @@ def test_one_block_is_rounded_as_ldlq_rounds_a_row():
     assert feedback.energy(rows) == pytest.approx(exact, rel=1e-5)
 
 
+@pytest.mark.parametrize("spec", ["vq-3", "vq2x8r1-universal-g0-random_hadamard64"])
+def test_a_wide_block_is_rounded_as_ldlq_rounds_a_row(spec):
+    """Errors pass from chunk to chunk as through a row of `ldlq_rows`, behind the row's end too."""
+    scheme = weight_scheme(spec)
+    x, _ = moments_of(384, 128)
+    moments = x.T @ x / len(x)
+    own = torch.diag_embed(moments.diagonal())
+    rotation = rotation_of(fixed_tensors(scheme, 384, 0))
+    shrunk = CORRELATION * moments + (1 - CORRELATION) * own
+    whole = Feedback(shrunk, scheme, rotation, damping=DAMPING)
+    rows, codebook = torch.randn(32, 384), universal_tensor(scheme)
+    feedback = BlockFeedback(moments[None], scheme, rotation)
+    found, _ = ldlq_blocks(rows, codebook, scheme, feedback, factors=(1.0,), refit=False)
+    expected, _ = ldlq_rows(rows, codebook, scheme, whole, search=False, refit=False)
+    assert (found == expected).float().mean() > 0.99
+
+
+def test_rows_that_fill_their_blocks_in_part(monkeypatch):
+    """Three blocks of a rotation, at most two in a block of H: one is behind the row's end."""
+    monkeypatch.setattr(block_ldlq, "WIDTH", 256)
+    scheme = weight_scheme("vq-3")
+    x = torch.randn(2048, 48) @ torch.randn(48, 384) + torch.randn(2048, 384)
+    assert width_of(384, 128) == 256
+    parts = padded(x, 256).transpose(0, 1)
+    wide = parts.mT @ parts / len(x)
+    rotation = rotation_of(fixed_tensors(scheme, 384, 0))
+    feedback = BlockFeedback(wide, scheme, rotation, in_features=384)
+    narrow = x.unflatten(1, (-1, 128)).transpose(0, 1)
+    narrow = BlockFeedback(narrow.mT @ narrow / len(x), scheme, rotation)
+    weight = torch.randn(64, 384)
+    fitted = fit_weight(weight, scheme, feedback=feedback)
+    chunks = fit_weight(weight, scheme, feedback=narrow)
+    assert error(x, weight, fitted, scheme) < 0.9 * error(x, weight, chunks, scheme)
+    # The last block stands alone, so it is rounded as without the others.
+    assert torch.equal(fitted.tensors["scale"][:, -1], chunks.tensors["scale"][:, -1])
+
+
+@pytest.mark.parametrize(
+    ("in_features", "block", "width"),
+    [(576, 64, 576), (1536, 128, 1536), (4096, 128, 2048), (4864, 128, 1664), (8192, 8192, 8192)],
+)
+def test_blocks_of_h_are_wide_and_alike(in_features, block, width):
+    assert width_of(in_features, block) == width
+
+
 def test_equal_inputs_give_what_plain_rounding_gives():
     scheme = weight_scheme("vq-4")
     feedback = feedback_of(scheme, torch.eye(128).expand(2, -1, -1))
@@ -135,15 +187,15 @@ def halves_of(x, block=128):
     return parts.transpose(2, 3) @ parts / len(x)
 
 
-def test_halves_that_agree_choose_little_damping_and_those_that_do_not_much():
+def test_halves_that_agree_are_believed_and_those_that_do_not_are_not():
     scheme = weight_scheme("vq-3")
     fixed = rotation_of(fixed_tensors(scheme, 256, 0))
     directions = torch.randn(4, 256)
     few = torch.randn(4096, 4) @ directions + 0.05 * torch.randn(4096, 256)  # four are enough
     agree = BlockFeedback(halves_of(few), scheme, fixed)
-    assert agree.damping.unique().tolist() == [DAMPINGS[0]]
+    assert agree.correlation.min() > 0.95 * CORRELATION
     nothing = BlockFeedback(halves_of(torch.randn(48, 256)), scheme, fixed)
-    assert nothing.damping.min() >= 1
+    assert nothing.correlation.max() < 0.1 * CORRELATION
 
 
 def test_few_inputs_in_halves_lose_almost_nothing_on_other_inputs():
@@ -155,7 +207,7 @@ def test_few_inputs_in_halves_lose_almost_nothing_on_other_inputs():
         feedback = None if given is None else BlockFeedback(given, scheme, fixed)
         fitted = fit_weight(weight, scheme, feedback=feedback)
         errors[name] = error(other, weight, fitted, scheme)
-    assert errors["halves"] < 1.03 * errors["none"] < errors["one"]
+    assert errors["halves"] < 1.05 * errors["none"] < errors["one"]
 
 
 def test_a_massive_token_is_kept_and_costs_the_others_little():

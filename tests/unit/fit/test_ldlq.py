@@ -10,6 +10,7 @@ from hf_vq.errors import VQCalibrationError, VQFormatError
 from hf_vq.fit import fit_weight, fixed_tensors
 from hf_vq.fit.ldlq import Feedback, ldlq_rows
 from hf_vq.formats import WEIGHT_SCHEMES, VQScheme, weight_scheme
+from hf_vq.formats.catalog import linear_scheme
 from hf_vq.formats.packing import pack_bits
 from hf_vq.formats.shared import universal_tensor
 from hf_vq.formats.stored_weight import rotation_of
@@ -169,6 +170,18 @@ def test_weights_that_the_inputs_do_not_meet(name):
     assert fitted.relative_error < 0.7 and fitted.output_error >= 0
     with pytest.raises(VQFormatError, match="too small for fp16 scales"):
         fit_weight(weight * 1e-10, scheme, feedback=feedback_of(scheme, moments))
+
+
+@pytest.mark.parametrize("name", ["vq-3", "qoq-w4a8-g128"])
+def test_correlation_weakens_moments_between_different_inputs(name):
+    scheme, weight, moments = linear_scheme(name), torch.randn(24, 128), correlated(128)
+    own, half = torch.diag(moments.diagonal()), 0.5 * (moments + torch.diag(moments.diagonal()))
+    for correlation, same in ((0.0, own), (0.5, half)):
+        weak = feedback_of(scheme, moments, correlation=correlation)
+        torch.testing.assert_close(weak.upper, feedback_of(scheme, same).upper)
+        assert not torch.allclose(weak.upper, feedback_of(scheme, moments).upper, rtol=0.05)
+    assert torch.equal(weak.turned_by(weak.rotation).upper, weak.upper)
+    assert weak.energy(weight) == feedback_of(scheme, moments).energy(weight), "of what was seen"
 
 
 def test_inputs_that_are_missing_or_broken():

@@ -1,11 +1,11 @@
-"""The damping that held-out inputs choose."""
+"""How far moments between inputs are believed, as held-out inputs choose."""
 
 import pytest
 import torch
 
 from hf_vq.fit import fit_weight, fixed_tensors
-from hf_vq.fit.damping import CANDIDATES, choose
-from hf_vq.fit.ldlq import DAMPING, Feedback
+from hf_vq.fit.correlation import CANDIDATES, choose
+from hf_vq.fit.ldlq import Feedback
 from hf_vq.formats.catalog import linear_scheme
 from hf_vq.formats.stored_weight import rotation_of
 from hf_vq.ops import decode_weight
@@ -26,9 +26,9 @@ def inputs(count):
 def feedback_on(seen, unseen):
     rotation = rotation_of(fixed_tensors(SCHEME, SIZE, 0))
 
-    def of(damping):
+    def of(correlation):
         other = None if unseen is None else moments(unseen)
-        return Feedback(moments(seen), SCHEME, rotation, damping=damping, unseen=other)
+        return Feedback(moments(seen), SCHEME, rotation, correlation=correlation, unseen=other)
 
     return of
 
@@ -45,25 +45,25 @@ def test_few_inputs_are_believed_less_than_many():
     """Those of fewer inputs than columns say nothing of most directions."""
     weight = torch.randn(64, SIZE)
     few = [chosen(weight, inputs(24), inputs(256)) for _ in range(3)]
-    assert few == [max(CANDIDATES)] * 3
-    assert chosen(weight, inputs(8192), inputs(1024)) < max(CANDIDATES)
+    assert few == [min(CANDIDATES)] * 3
+    assert chosen(weight, inputs(8192), inputs(1024)) == max(CANDIDATES)
 
 
 def test_it_has_the_least_error_on_the_inputs_that_were_not_seen():
     weight, seen, unseen = torch.randn(64, SIZE), inputs(48), inputs(256)
     of, errors = feedback_on(seen, unseen), {}
-    for damping in CANDIDATES:
-        fitted = fit(weight, of(damping))
+    for correlation in CANDIDATES:
+        fitted = fit(weight, of(correlation))
         tensors = {**fixed_tensors(SCHEME, SIZE, 0), **fitted.tensors}
         wrong = (decode_weight(tensors, SCHEME, SIZE) - weight) @ unseen.T
-        errors[damping] = float(wrong.square().sum() / (weight @ unseen.T).square().sum())
-        assert fitted.output_error == pytest.approx(errors[damping], rel=1e-3)
+        errors[correlation] = float(wrong.square().sum() / (weight @ unseen.T).square().sum())
+        assert fitted.output_error == pytest.approx(errors[correlation], rel=1e-3)
     assert chosen(weight, seen, unseen) == min(errors, key=lambda one: errors[one])
 
 
 def test_codes_do_not_depend_on_the_inputs_that_errors_are_reported_on():
     weight, seen = torch.randn(64, SIZE), inputs(64)
-    with_, without = (fit(weight, feedback_on(seen, x)(DAMPING)) for x in (inputs(64), None))
+    with_, without = (fit(weight, feedback_on(seen, x)(1.0)) for x in (inputs(64), None))
     assert torch.equal(with_.tensors["codes"], without.tensors["codes"])
     assert with_.output_error > without.output_error
 
@@ -74,6 +74,6 @@ def test_what_cannot_be_tried_takes_the_default():
 
     weight = torch.randn(64, SIZE)
     of = feedback_on(inputs(64), None)
-    assert choose(weight, SCHEME, of, fails) == DAMPING
+    assert choose(weight, SCHEME, of, fails) == 1.0
     learned, of = linear_scheme("gptvq-2"), feedback_on(inputs(64), inputs(64))
-    assert choose(weight, learned, of, fails) == DAMPING
+    assert choose(weight, learned, of, fails) == 1.0
