@@ -138,7 +138,7 @@ def test_ops_linear_and_the_layer_take_it(taken):
     assert taken() == 4
 
 
-@pytest.mark.parametrize(("tokens", "most"), [(1, 8), (500, 14)])
+@pytest.mark.parametrize(("tokens", "most"), [(1, 8), (500, 16)])
 def test_a_layer_finds_its_kernel_once(tokens, most):
     """Python calls inside the package: what a token pays before and after the kernel."""
     scheme, tensors = stored()
