@@ -14,13 +14,14 @@ from hf_vq.evaluation.record import make_record
 
 def row(name, loss, seconds, peak, **more):
     return {"name": name, "loss_before": 2.5, "loss_after": loss, "cpu_seconds": seconds,
-            "imports_bytes": 500_000_000, "peak_bytes": peak, "weights_bytes": 200_000_000,
-            **more}  # fmt: skip
+            "imports_bytes": 500_000_000, "peak_bytes": peak,
+            **{"weights_bytes": 200_000_000, **more}}  # fmt: skip
 
 
 def record():
     settings = {"model": "small", "steps": 100, "sequence": 128, "rank": 16}
     merged = {"scheme_kld": 0.0881, "merged_kld": 0.0212, "merge_cpu_seconds": 31.6}
+    merged["weights_bytes"] = 60_000_000
     rows = [row("vq-4", 1.515, 3.0, 1_000_000_000, **merged), row("bf16", 1.5, 6.0, 1_300_000_000)]
     return make_record("finetune", "python -m benchmarks finetune", settings, {"rows": rows}, "a1")
 
@@ -29,7 +30,8 @@ def test_training_is_compared_with_16_bits():
     lines = table.training([record()]).splitlines()
     assert lines[2] == "| small | `vq-4` | 2.500 | 1.515 | 0.50 | 500 | 0.62 |"
     assert lines[3] == "| small | bf16 | 2.500 | 1.500 | 1.00 | 800 | 1.00 |"
-    assert "200 MB of bf16's 800 MB; if they took no memory, 0.75 of it would stay." in lines[5]
+    assert "200 MB of bf16's 800 MB. If they took no memory, 0.75 of it would stay;" in lines[5]
+    assert "with the 60 MB of `vq-4`, 0.82." in lines[5]  # 800 - 200 + 60 of 800
     assert lines[-1].startswith("Measured by `python -m benchmarks finetune`")
 
 
