@@ -51,8 +51,8 @@ def _floor(record: dict[str, Any]) -> str:
     return (
         f"{settings['model']}: {settings['steps']} steps of {settings['sequence']} tokens, rank "
         f"{settings['rank']}. The linear weights are {weights / 1e6:.0f} MB of bf16's "
-        f"{whole / 1e6:.0f} MB. If they took no memory, {1 - weights / whole:.2f} of it would "
-        f"stay; with the {small['weights_bytes'] / 1e6:.0f} MB of `{small['name']}`, {least:.2f}."
+        f"{whole / 1e6:.0f} MB: without any, {1 - weights / whole:.2f} would stay; with the "
+        f"{small['weights_bytes'] / 1e6:.0f} MB of `{small['name']}`, {least:.2f}."
     )
 
 
