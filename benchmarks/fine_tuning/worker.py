@@ -59,10 +59,12 @@ def sequences(tokenizer: Any, rows: list[dict[str, str]], tokens: int) -> list[d
     return [{"input_ids": part, "labels": part} for part in parts]
 
 
-def read_data(path: str, held_out: int) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """Rows of question and answer: those that are trained on, and the last, which are not."""
+def read_data(path: str, sequences: int) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    """Rows of question and answer: those that are trained on, and the last, from which so many
+    sequences are taken to evaluate."""
     rows = [json.loads(line) for line in Path(path).read_text("utf-8").splitlines()]
-    return rows[: -10 * held_out], rows[-10 * held_out :]
+    count = 10 * sequences
+    return rows[:-count], rows[-count:]
 
 
 def keep_gradients(model: Any) -> None:
