@@ -2,8 +2,8 @@
 
 Each method runs in a separate process (`worker`), so that its memory can be told. All do the same
 few steps at the same time, so that what else the machine does falls on all alike. Codes are made
-first by `hf-vq quantize`, as for a model that is fine-tuned more than once; NF4 is made while it is
-loaded.
+first by `hf-vq quantize`, as for a model that is fine-tuned more than once, or by `hf-vq calibrate`
+on the text that is trained on (`vq-4+calibrated`); NF4 is made while it is loaded.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from hf_vq.evaluation.record import Recorder, command_line
 
 from ..records import RESULTS
 from .table import DENSE
-from .worker import TURN
+from .worker import TURN, read_data
 
 NAME = "finetune"
-METHODS = ("vq-4", "bf16", "nf4")
+METHODS = ("vq-4", "vq-4+calibrated", "bf16", "nf4")
+CALIBRATED = "+calibrated"
 _WITHOUT_CODES = (DENSE, "float32", "nf4")
 _SHOWN = {"data": "DATA", "methods": "", "steps": "", "tokens": "", "rank": "", "held_out": "",
-          "threads": "", "merge": ""}  # fmt: skip
+          "threads": "", "merge": "", "seed": ""}  # fmt: skip
 
 
 def add_verb(verbs: Any) -> None:
@@ -39,11 +40,13 @@ def add_verb(verbs: Any) -> None:
     add("--data", type=Path, required=True, metavar="DATA",
         help="JSON Lines of question and answer; the last are held out")  # fmt: skip
     add("--methods", nargs="+", default=list(METHODS), metavar="METHOD",
-        help="schemes of hf_vq, bf16, float32, nf4 (default: %(default)s)")  # fmt: skip
+        help=f"schemes of hf_vq, with {CALIBRATED} or without; bf16, float32, nf4 "
+        "(default: %(default)s)")  # fmt: skip
     add("--steps", type=int, default=100, help="default: %(default)s")
     add("--tokens", type=int, default=256, help="of a sequence, one each step")
     add("--held-out", type=int, default=16, help="sequences that are held out")
     add("--rank", type=int, default=16, help="of LoRA, on all linear layers")
+    add("--seed", type=int, default=0, help="of adapters and of the order of the data")
     add("--threads", type=int, default=1, help="default: %(default)s")
     add("--codes", type=Path, metavar="FOLDER", help="where codes are kept, by scheme")
     add("--merge", action="store_true", help="measure merging, too")
@@ -65,7 +68,8 @@ def measure(args: argparse.Namespace) -> int:
     path = args.out or RESULTS / "quality" / f"{NAME}-{name}.jsonl"
     settings = {
         "model": name, "data": args.data.stem, "steps": args.steps, "sequence": args.tokens,
-        "held_out": args.held_out, "rank": args.rank, "threads": args.threads, "turn": TURN,
+        "held_out": args.held_out, "rank": args.rank, "seed": args.seed,
+        "threads": args.threads, "turn": TURN,
     }  # fmt: skip
     recorder = Recorder(path, NAME, command, args.revision, settings=settings)
     rows = run(args)
@@ -105,18 +109,28 @@ class _Worker:
     def __init__(self, method: str, args: argparse.Namespace, folder: Path) -> None:
         self.method = method
         self.row: dict[str, Any] | None = None
-        names = ("data", "steps", "tokens", "held_out", "rank", "threads", "merge")
+        names = ("data", "steps", "tokens", "held_out", "rank", "seed", "threads", "merge")
         self.options = {name: getattr(args, name) for name in names}
         self.options |= {"method": method, "model": str(args.model), "data": str(args.data)}
         self.options["codes"] = None if method in _WITHOUT_CODES else str(folder / method)
         self.process: subprocess.Popen[str] | None = None
 
     def make_codes(self) -> None:
-        """Quantize the model as `hf-vq quantize` does, if the method is a scheme."""
+        """Quantize the model as `hf-vq` does, if the method is a scheme."""
         model, codes = self.options["model"], self.options["codes"]
-        if codes is not None and not Path(codes).is_dir():
-            command = [sys.executable, "-m", "hf_vq", "quantize", model, codes]
-            if subprocess.run([*command, "--scheme", self.method], check=False).returncode:
+        if codes is None or Path(codes).is_dir():
+            return
+        scheme = self.method.removesuffix(CALIBRATED)
+        command = [sys.executable, "-m", "hf_vq"]
+        with tempfile.NamedTemporaryFile("w", suffix=".txt", encoding="utf-8") as text:
+            if scheme == self.method:
+                command += ["quantize", model, codes, "--scheme", scheme]
+            else:
+                rows, _ = read_data(self.options["data"], self.options["held_out"])
+                text.write("\n\n".join(f"{row['question']}\n{row['answer']}" for row in rows))
+                text.flush()
+                command += ["calibrate", model, codes, "--scheme", scheme, "--text", text.name]
+            if subprocess.run(command, check=False).returncode:
                 raise VQError(f"quantizing to {self.method} failed; its error is above.")
 
     def start(self) -> None:

@@ -59,6 +59,23 @@ def sequences(tokenizer: Any, rows: list[dict[str, str]], tokens: int) -> list[d
     return [{"input_ids": part, "labels": part} for part in parts]
 
 
+def read_data(path: str, sequences: int) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    """Rows of question and answer: those that are trained on, and the last, from which so many
+    sequences are taken to evaluate."""
+    rows = [json.loads(line) for line in Path(path).read_text("utf-8").splitlines()]
+    count = 10 * sequences
+    return rows[:-count], rows[-count:]
+
+
+def keep_gradients(model: Any) -> None:
+    """Make bitsandbytes keep its layout of weights: on a CPU, a layer that is evaluated turns to a
+    layout for inference, and stays there. Its product in that layout has no gradients, so
+    that nothing below the last layers would learn."""
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+
+
 def main() -> None:
     """Run it."""
     options = json.loads(sys.stdin.readline())
@@ -83,10 +100,10 @@ def main() -> None:
     torch.set_num_threads(options["threads"])
     imported = memory()["VmRSS"]
     tokenizer = AutoTokenizer.from_pretrained(source)
-    rows = [json.loads(line) for line in Path(options["data"]).read_text().splitlines()]
     few = options["held_out"]
-    evaluated = sequences(tokenizer, rows[-10 * few :], options["tokens"])[:few]
-    train = sequences(tokenizer, rows[: -10 * few], options["tokens"])
+    rows, last = read_data(options["data"], few)
+    evaluated = sequences(tokenizer, last, options["tokens"])[:few]
+    train = sequences(tokenizer, rows, options["tokens"])
     dtype, more = torch.bfloat16, {}
     if method == "float32":
         dtype = torch.float32
@@ -95,6 +112,7 @@ def main() -> None:
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
         )
     model = AutoModelForCausalLM.from_pretrained(options["codes"] or source, dtype=dtype, **more)
+    keep_gradients(model)
     if method not in ("bf16", "float32"):
         model = peft.prepare_model_for_kbit_training(model)
     seconds: list[tuple[float, float]] = []
@@ -110,14 +128,14 @@ def main() -> None:
             seconds.append((now[0] - self.start[0], now[1] - self.start[1]))
 
     with tempfile.TemporaryDirectory() as folder:
-        torch.manual_seed(0)
+        torch.manual_seed(options["seed"])
         trainer = SFTTrainer(
             model,
             SFTConfig(
                 folder, max_steps=options["steps"], per_device_train_batch_size=1,
                 per_device_eval_batch_size=1, learning_rate=2e-4, bf16=False, use_cpu=True,
                 max_length=options["tokens"], report_to=[], save_strategy="no", disable_tqdm=True,
-                logging_strategy="no", seed=0,
+                logging_strategy="no", seed=options["seed"],
             ),
             train_dataset=datasets.Dataset.from_list(train),
             eval_dataset=datasets.Dataset.from_list(evaluated),

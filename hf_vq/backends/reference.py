@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from ..dispatch import Implementation, PublishedLinearProblem
-from ..ops import fused_inputs, published, w4a8
+from ..ops import fused_inputs, input_gradient, published, w4a8
 from ..ops.kv import PAGED, STATIC, KVCacheView
 from ..ops.reference import codes as reference
 from ..ops.reference import encode_weight, round_weight
@@ -38,6 +38,7 @@ def _kv_attention(query: Tensor, view: KVCacheView, *options: Any) -> Tensor:
 
 
 LINEAR = Implementation(reference.linear, is_slow=lambda problem: True)
+INPUT_GRADIENT = Implementation(input_gradient.reference)
 W4A8_LINEAR = Implementation(
     w4a8.reference, fused=fused_inputs.reference, is_slow=lambda problem: True
 )

@@ -51,6 +51,18 @@ class LinearProblem(NamedTuple):
     op: str = "linear"
 
 
+class InputGradientProblem(NamedTuple):
+    """dL/dx of y = W x + b, W stored by a `VQScheme`; dtype and tokens are those of dL/dy."""
+
+    device: str
+    dtype: str
+    scheme: str
+    tokens: int
+    out_features: int
+    in_features: int
+    op: str = "input_gradient"
+
+
 class PublishedLinearProblem(NamedTuple):
     """y = W x + b, W as another project published it; `published` is its `Layout.spec`."""
 
@@ -188,9 +200,9 @@ AnyLinearProblem = LinearProblem | PublishedLinearProblem | W4A8LinearProblem
 PROBLEMS: dict[str, Any] = {
     kind._field_defaults["op"]: kind
     for kind in (
-        LinearProblem, PublishedLinearProblem, W4A8LinearProblem, DecodeProblem, EncodeProblem,
-        EncodeWeightProblem, RoundWeightProblem, RotateProblem, KVAppendProblem,
-        KVAttentionProblem,
+        LinearProblem, InputGradientProblem, PublishedLinearProblem, W4A8LinearProblem,
+        DecodeProblem, EncodeProblem, EncodeWeightProblem, RoundWeightProblem, RotateProblem,
+        KVAppendProblem, KVAttentionProblem,
     )
 }  # fmt: skip
 """The problem of each op, by the op's name."""

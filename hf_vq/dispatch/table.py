@@ -26,6 +26,9 @@ ENTRIES: tuple[Entry, ...] = (
     Entry("triton.linear", "linear", "backends.triton.linear:LINEAR", GPU, TRITON),
     Entry("two_passes.linear", "linear", "backends.torch.residual:LINEAR"),
     Entry("reference", "linear", "backends.reference:LINEAR"),
+    # dL/dx = dL/dy W
+    Entry("cpu.input_gradient", "input_gradient", "backends.cpu.decoded:GRADIENT", CPU, NATIVE),
+    Entry("reference", "input_gradient", "backends.reference:INPUT_GRADIENT"),
     # y = W round(x) + b in integers
     Entry("cpu.w4a8_linear", "w4a8_linear", "backends.cpu.w4a8:LINEAR", CPU, NATIVE),
     Entry("cuda.w4a8_wide", "w4a8_linear", "backends.cuda.w4a8:WIDE_LINEAR", CUDA, NVRTC),

@@ -94,8 +94,10 @@ def _check(model: nn.Module, config: Any) -> None:
     or fail on its dtype."""
     if getattr(config, "init_lora_weights", None) == "loftq":
         raise VQBackendError(
-            "LoftQ quantizes a dense model itself, by bitsandbytes, and this model has codes: use "
-            'init_lora_weights="pissa", which begins with what matters most.'
+            "LoftQ quantizes a dense model itself, by bitsandbytes, and this model has codes. "
+            "Calibrate them on the text of the training, which takes most of their error away "
+            '(hf-vq calibrate), or use init_lora_weights="pissa", which begins with what matters '
+            "most."
         )
     tokens = getattr(config, "trainable_token_indices", None) or {}
     embeddings = [n for n, module in model.named_modules() if isinstance(module, VQEmbedding)]

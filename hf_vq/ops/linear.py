@@ -12,9 +12,9 @@ from torch import Tensor
 from .. import dispatch, env, patches
 from ..formats.scheme import VQScheme
 from ..formats.stored_weight import FLAT, SCHEMA, Pass, StoredWeight, flat
-from . import horizontal_fusion
+from . import horizontal_fusion, input_gradient  # noqa: F401, the op of the backward pass
 from .library import define, described_problem, is_plain_eager, library, parse
-from .stored_gradients import weight_gradient
+from .stored_gradients import gradients_of_stored
 
 _MOST_SHAPES = 64  # of inputs, that a layer remembers: prompts have many lengths
 
@@ -145,7 +145,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
     x, *stored, bias, scheme = inputs
     trains = any(tensor is not None and tensor.requires_grad for tensor in stored)
     ctx.save_for_backward(x if trains else None, *stored)
-    ctx.scheme, ctx.length, ctx.dtype = scheme, x.shape[-1], x.dtype
+    ctx.scheme, ctx.length = scheme, x.shape[-1]
     ctx.bias_dtype = None if bias is None else bias.dtype
 
 
@@ -153,14 +153,8 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, *stored = ctx.saved_tensors
     grad_x = grad_bias = None
     if ctx.needs_input_grad[0]:
-        weight = torch.ops.hf_vq.decode(*stored, ctx.scheme, ctx.length)
-        grad_x = (grad.float() @ weight).to(ctx.dtype)
-    wanted, grads = list(ctx.needs_input_grad[1 : 1 + FLAT]), [None] * FLAT
-    if any(wanted):
-        grad_weight = weight_gradient(grad, x)
-        found = torch.ops.hf_vq.stored_gradients(grad_weight, *stored, ctx.scheme, wanted)
-        for index in [i for i, asked in enumerate(wanted) if asked]:
-            grads[index] = found.pop(0).to(stored[index].dtype)
+        grad_x = torch.ops.hf_vq.input_gradient(grad, *stored, ctx.scheme, ctx.length)
+    grads = gradients_of_stored(grad, x, stored, ctx.scheme, ctx.needs_input_grad[1 : 1 + FLAT])
     if ctx.needs_input_grad[1 + FLAT]:
         grad_bias = grad.float().reshape(-1, grad.shape[-1]).sum(0).to(ctx.bias_dtype)
     return grad_x, *grads, grad_bias, None

@@ -8,6 +8,7 @@ It is an op of its own so that a compiled backward pass does not look inside.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,6 +23,21 @@ def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
     """dL/dW float32 [out, in] of y = W x, from dL/dy [..., out] and x [..., in]."""
     rows, inputs = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
     return rows.float().T @ inputs.float()
+
+
+def gradients_of_stored(
+    grad: Tensor, x: Tensor, stored: Sequence[Tensor | None], spec: str, wanted: Sequence[bool]
+) -> list[Tensor | None]:
+    """Gradients of the `stored` tensors of y = W x + b that are `wanted`, None for the others."""
+    grads: list[Tensor | None] = [None] * len(stored)
+    if any(wanted):
+        grad_weight = weight_gradient(grad, x)
+        found = torch.ops.hf_vq.stored_gradients(grad_weight, *stored, spec, list(wanted))
+        for index in [i for i, asked in enumerate(wanted) if asked]:
+            tensor = stored[index]
+            assert tensor is not None
+            grads[index] = found.pop(0).to(tensor.dtype)
+    return grads
 
 
 def _stored_gradients(grad: Tensor, *arguments: Any) -> list[Tensor]:

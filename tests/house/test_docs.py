@@ -179,6 +179,7 @@ OTHERS = {
     "Unknown quantization type",
     "Unknown quantization backend",
     "unexpected keyword argument 'quantization_config'",
+    "fine-tuning on purely quantized models",
 }
 
 

@@ -16,7 +16,7 @@ from ...formats.stored_weight import StoredWeight
 from .. import refusals
 from ..torch import residual as two_passes
 from . import library as native
-from .linear import Matrix, matrix
+from .matrices import Matrix, matrix
 
 FEW_TOKENS = 64  # codes are read once for each: merging them costs about as much as 100 tokens
 BITS = 4  # of both codes

@@ -34,7 +34,7 @@ from ...ops.program import (
 )
 from . import kv
 from . import library as native
-from .linear import matrix
+from .matrices import matrix
 
 OPERAND = Packed([("data", POINTER), ("stride.0 stride.1 stride.2", INT64), ("dtype", INT32)])
 INSTRUCTION = Packed([

@@ -67,9 +67,8 @@ inline void multiply_halves(const uint16_t* d, int64_t n, float* u) {
   for (int rest = int(n - i); rest > 0; --rest, ++i) u[i] *= half_to_float(d[i]);
 }
 
-// u[0..in) = x[row] * d, rotated.
-inline void rotate_row(const hf_vq_matrix& w, const void* x, int dtype, int64_t row, float* u) {
-  read_floats(x, dtype, row * w.in, w.in, u);
+// u [in] <- R u.
+inline void rotate_floats(const hf_vq_matrix& w, float* u) {
   if (w.signs != nullptr) {
     uint32_t bits[16];
     int64_t i = 0;
@@ -84,6 +83,12 @@ inline void rotate_row(const hf_vq_matrix& w, const void* x, int dtype, int64_t 
   }
   if (w.diagonal != nullptr) multiply_halves(w.diagonal, w.in, u);
   hadamard_blocks(u, w.in, w.block);
+}
+
+// u[0..in) = x[row] * d, rotated.
+inline void rotate_row(const hf_vq_matrix& w, const void* x, int dtype, int64_t row, float* u) {
+  read_floats(x, dtype, row * w.in, w.in, u);
+  rotate_floats(w, u);
 }
 
 // The nearest integers in [-127, 127]; any of them for NaN.

@@ -129,6 +129,7 @@ struct DecodeCall {
   const hf_vq_matrix* w;
   Decoding how;
   const float* tables;
+  const uint64_t* words;  // the only table, an entry of two numbers a word; or null
   int64_t first;
   void* dense;
   int dtype, status;
@@ -168,6 +169,23 @@ inline void decode_row(const DecodeCall& call, int64_t row, const float* tables,
   }
 }
 
+// True for 8-bit codes of one table of two numbers each.
+inline bool made_of_words(const hf_vq_matrix& w, const Decoding& how) {
+  return w.scope == HF_VQ_SHARED && w.stages == 1 && how.x == 2 && how.bits == 8 && w.group % kFloats == 0;
+}
+
+// Row `row` of W into `to`, its table in words.
+inline void decode_words(const DecodeCall& call, int64_t row, float* to) {
+  const hf_vq_matrix& w = *call.w;
+  const int64_t groups = w.in / w.group;
+  const uint8_t* code = w.codes + row * (w.in / 2);
+  for (int64_t g = 0; g < groups; ++g) {
+    const Floats scale = splat(half_to_float(w.scale[row * groups + g]));
+    for (int64_t i = g * w.group; i < (g + 1) * w.group; i += kFloats)
+      store(to + i, as_floats(load_words<256, 8>(call.words, code + i / 2)) * scale);
+  }
+}
+
 inline void run_decode(int64_t begin, int64_t end, void* context) {
   DecodeCall& call = *static_cast<DecodeCall*>(context);
   const hf_vq_matrix& w = *call.w;
@@ -188,20 +206,27 @@ inline void run_decode(int64_t begin, int64_t end, void* context) {
                   tables.get() + book * call.how.floats);
     }
     float* to = direct ? static_cast<float*>(call.dense) + i * w.in : scratch.get();
-    decode_row(call, row, tiles ? tables.get() : call.tables, to);
+    if (call.words != nullptr) decode_words(call, row, to);
+    else decode_row(call, row, tiles ? tables.get() : call.tables, to);
     if (!direct) write_floats(call.dense, call.dtype, i * w.in, w.in, to);
   }
 }
 
 int decode(const hf_vq_matrix* w, int64_t first, int64_t rows, void* dense, int dtype) {
   if (!stored_as_said(*w) || dtype == HF_VQ_BOOL) return HF_VQ_UNSUPPORTED;
-  DecodeCall call{w, decoding_of(*w), nullptr, first, dense, dtype, HF_VQ_OK};
+  DecodeCall call{w, decoding_of(*w), nullptr, nullptr, first, dense, dtype, HF_VQ_OK};
   const int stages = w->scope == HF_VQ_TILE ? 0 : w->stages;
+  const bool in_words = made_of_words(*w, call.how);
   const Scratch<float> tables{size_t(stages * call.how.floats)};
-  if (!tables) return HF_VQ_NO_MEMORY;
+  const Scratch<uint64_t> words{size_t(in_words ? 256 : 0)};
+  if (!tables || !words) return HF_VQ_NO_MEMORY;
   for (int stage = 0; stage < stages && rows > 0; ++stage)
     make_book(*w, call.how, w->codebook + stage * call.how.entries * w->x, tables.get() + stage * call.how.floats);
   call.tables = tables.get();
+  if (in_words) {
+    memcpy(words.get(), tables.get(), 256 * 8);
+    call.words = words.get();
+  }
   parallel_for(rows, divide_up(kDecodePiece, w->in), run_decode, &call);
   return call.status;
 }
@@ -216,14 +241,23 @@ struct RotateCall {
 
 inline void run_rotate(int64_t begin, int64_t end, void* context) {
   RotateCall& call = *static_cast<RotateCall*>(context);
-  const Scratch<float> u{size_t(call.w->in)};
-  if (!u) {
+  hf_vq_matrix w = *call.w;
+  const Scratch<float> u{size_t(w.in)}, sign{size_t(w.signs != nullptr ? w.in : 0)};
+  if (!u || !sign) {
     call.status = HF_VQ_NO_MEMORY;
     return;
   }
+  // Unpacked once for all rows: that takes longer than the rest of a row.
+  const bool signs = w.signs != nullptr;
+  if (signs)
+    for (int64_t i = 0; i < w.in; ++i) sign[size_t(i)] = w.signs[i / 8] >> (i % 8) & 1 ? -1.0f : 1.0f;
+  w.signs = nullptr;
   for (int64_t row = begin; row < end; ++row) {
-    rotate_row(*call.w, call.x, call.dtype, row, u.get());
-    write_floats(call.rotated, call.rotated_dtype, row * call.w->in, call.w->in, u.get());
+    read_floats(call.x, call.dtype, row * w.in, w.in, u.get());
+    if (signs)
+      for (int64_t i = 0; i < w.in; ++i) u[size_t(i)] *= sign[size_t(i)];
+    rotate_floats(w, u.get());
+    write_floats(call.rotated, call.rotated_dtype, row * w.in, w.in, u.get());
   }
 }
 

@@ -47,7 +47,13 @@ inline void write_floats(void* p, int dtype, int64_t first, int64_t n, const flo
     return;
   }
   uint16_t* to = static_cast<uint16_t*>(p) + first;
-  for (int64_t i = 0; i < n; ++i) to[i] = dtype == HF_VQ_FLOAT16 ? float_to_half(from[i]) : float_to_bfloat(from[i]);
+  int64_t i = 0;
+  if (dtype == HF_VQ_FLOAT16) {
+    for (; i + kFloats <= n; i += kFloats) store_half(to + i, load(from + i));
+    for (; i < n; ++i) to[i] = float_to_half(from[i]);
+  } else {
+    for (; i < n; ++i) to[i] = float_to_bfloat(from[i]);
+  }
 }
 
 }  // namespace

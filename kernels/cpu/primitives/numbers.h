@@ -49,8 +49,8 @@ inline uint16_t float_to_half(float value) {
 inline uint16_t float_to_bfloat(float value) {
   uint32_t bits;
   memcpy(&bits, &value, 4);
-  if ((bits & 0x7fffffff) > 0x7f800000) return uint16_t(bits >> 16 | 0x40);
-  return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+  const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16, nan = bits >> 16 | 0x40;
+  return uint16_t((bits & 0x7fffffff) > 0x7f800000 ? nan : rounded);  // no branch, so that loops use vectors
 }
 
 // Two codes of 12 bits lie in three bytes.

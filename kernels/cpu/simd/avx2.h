@@ -97,6 +97,7 @@ template <int E, int X, class Code> inline Bytes load_words(const uint64_t* tabl
   const __m128i second = load_two_words<E, X>(tables, code + 16 / X);  // named: the intrinsic is a macro in Clang
   return {_mm256_inserti128_si256(first, second, 1)};
 }
+inline Floats as_floats(Bytes a) { return {_mm256_castsi256_ps(a.v)}; }
 inline Bytes load_words_12_bits(const uint64_t* table, const uint8_t* codes) {
   uint16_t code[kBytes / 8];
   unpack_12_bits(codes, code);

@@ -115,6 +115,7 @@ template <int E, int X, class Code> inline Bytes load_words(const uint64_t* tabl
   const __m256i second = load_four_words<E, X>(tables, code + 32 / X);
   return {_mm512_inserti64x4(first, second, 1)};
 }
+inline Floats as_floats(Bytes a) { return {_mm512_castsi512_ps(a.v)}; }
 inline Bytes load_words_12_bits(const uint64_t* table, const uint8_t* codes) {
   const __m512i packed = _mm512_castsi128_si512(_mm_maskz_loadu_epi8(0x0fff, codes));
   const __m512i pair = _mm512_setr_epi64(0x0100, 0x0201, 0x0403, 0x0504, 0x0706, 0x0807, 0x0a09, 0x0b0a);

@@ -77,6 +77,7 @@ template <int E, int X, class Code> inline Bytes load_words(const uint64_t* tabl
   }
   return {vreinterpretq_u8_u64(vcombine_u64(vcreate_u64(word[0]), vcreate_u64(word[1])))};
 }
+inline Floats as_floats(Bytes a) { return {vreinterpretq_f32_u8(a.v)}; }
 inline Bytes load_words_12_bits(const uint64_t* table, const uint8_t* codes) {
   uint16_t code[kBytes / 8];
   unpack_12_bits(codes, code);

@@ -111,6 +111,9 @@ template <int E, int X, class Code> inline Bytes load_words(const uint64_t* tabl
   return r;
 }
 
+// The same bits as kFloats numbers.
+inline Floats as_floats(Bytes a) { Floats r; memcpy(r.v, a.v, kBytes); return r; }
+
 // kBytes / 8 entries of 8 bytes, whose codes of 12 bits are packed at `codes`.
 inline Bytes load_words_12_bits(const uint64_t* table, const uint8_t* codes) {
   uint16_t code[kBytes / 8];

@@ -80,6 +80,7 @@ void test_bytes() {
   for (int round = 0; round < 512; ++round) {
     const ByteLanes a = round < 256 ? counted_bytes(round) : random_bytes(), b = random_bytes();
     const Bytes v = vector(a), w = vector(b);
+    expect(lanes(as_floats(v)), "as_floats", [&](int i) { float x; memcpy(&x, a.v + 4 * i, 4); return x; });
     expect(lanes(splat_byte(round)), "splat_byte", [&](int) { return round; });
     expect(lanes(splat_byte(-round)), "splat_byte", [&](int) { return -round; });
     expect(lanes(low_nibbles(v)), "low_nibbles", [&](int i) { return a.v[i] % 16; });

@@ -44,6 +44,16 @@ def trainer_of(model, folder, **more):
     )
 
 
+def test_a_model_that_trains_scales_is_evaluated_without_training(quantized, tmp_path):
+    with pytest.raises(ValueError, match="fine-tuning on purely quantized models"):
+        trainer_of(LOAD(quantized()), tmp_path)  # Transformers says so, of all libraries
+    model = LOAD(quantized(), quantization_config=VQConfig(trainable="scales"))
+    ids = torch.tensor([row["input_ids"] for row in ROWS])
+    with torch.no_grad():
+        exact = float(LOAD(quantized()).eval()(input_ids=ids, labels=ids).loss)
+    assert trainer_of(model, tmp_path).evaluate()["eval_loss"] == pytest.approx(exact, rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("scheme", "trainable"),
     [("vq-4", "scales"), ("turboquant-4+4", ("scales",)), ("qoq-w4a8", "scales"),

@@ -7,7 +7,8 @@ from hf_vq import ops
 from hf_vq.fit import fit_weight, fixed_tensors
 from hf_vq.formats import KV_SCHEMES, WEIGHT_SCHEMES, VQScheme, weight_scheme
 from hf_vq.formats.shared import universal_tensor
-from hf_vq.formats.stored_weight import flat
+from hf_vq.formats.stored_weight import StoredWeight, flat
+from hf_vq.ops.reference import codes as reference
 from hf_vq.transforms import rotate
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
@@ -47,6 +48,9 @@ def test_opcheck(name):
     bias = torch.randn(24, requires_grad=True)
     arguments = (x, *flat(tensors), bias, scheme.spec())
     torch.library.opcheck(torch.ops.hf_vq.linear.default, arguments)
+    grad = torch.randn(3, 24, requires_grad=True)
+    gradient = (grad, *flat(tensors), scheme.spec(), 256)
+    torch.library.opcheck(torch.ops.hf_vq.input_gradient.default, gradient)
     decode = (*flat(tensors), scheme.spec(), 256)
     torch.library.opcheck(torch.ops.hf_vq.decode.default, decode)
     rotation = (x.detach(), tensors.get("signs"), scheme.spec(), True)
@@ -73,6 +77,25 @@ def test_gradients_are_those_of_the_dense_layer():
         grads.append((x.grad, bias.grad))
     for ours, dense in zip(*grads, strict=True):
         assert (ours - dense).norm() <= 1e-5 * dense.norm()
+
+
+def test_gradients_of_second_order_are_those_of_the_dense_layer():
+    scheme, tensors = stored("vq-4")
+    scale = tensors["scale"].float()
+    found = []
+    for dense in (False, True):
+        moved = scale.clone().requires_grad_()
+        x = torch.linspace(-1, 1, 3 * 256).reshape(3, 256).requires_grad_()
+        trained = {**tensors, "scale": moved}
+        if dense:
+            weight = reference.decode(StoredWeight.of(trained, scheme, 256))
+            y = x @ weight.T
+        else:
+            y = ops.linear(x, trained, None, scheme)
+        (first,) = torch.autograd.grad(y.pow(3).sum(), x, create_graph=True)
+        found.append(torch.autograd.grad(first.square().sum(), (x, moved)))
+    for ours, theirs in zip(*found, strict=True):
+        assert (ours - theirs).norm() <= 1e-4 * theirs.norm()
 
 
 @pytest.mark.parametrize("shape", [(256,), (0, 256)])

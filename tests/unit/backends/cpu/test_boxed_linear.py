@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from hf_vq import dispatch, ops
 from hf_vq.backends.cpu import boxed_ops, library
 from hf_vq.backends.cpu import linear as cpu_linear
+from hf_vq.backends.cpu.matrices import numbers_of
 from hf_vq.errors import VQBackendError
 from hf_vq.fit import fixed_tensors
 from hf_vq.formats import weight_scheme
@@ -221,7 +222,7 @@ def test_the_op_is_given_something_else(name):
     op, (scheme, tensors) = boxed_ops.cpu_linear(), stored(name)
     x, none = torch.randn(1, 256), torch.empty(0)
     four = [tensors["codes"], tensors["codebook"], tensors["scale"], rotation_of(tensors)]
-    numbers = torch.tensor(cpu_linear._numbers(scheme, 256), dtype=torch.int32)
+    numbers = torch.tensor(numbers_of(scheme, 256), dtype=torch.int32)
     assert torch.equal(op(x, *four, none, numbers), by_row(x, tensors, None, scheme))
     unknown = numbers.clone()
     unknown[1] = 5

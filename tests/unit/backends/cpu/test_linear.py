@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from hf_vq import dispatch, ops
-from hf_vq.backends.cpu import library
+from hf_vq.backends.cpu import decoded, library
 from hf_vq.backends.cpu import linear as cpu_linear
+from hf_vq.backends.cpu.matrices import matrix
 from hf_vq.env import CPU_ISA
 from hf_vq.fit import fixed_tensors
 from hf_vq.formats import VQScheme, weight_scheme
@@ -86,7 +87,7 @@ def stored(name, out_features, in_features):
 def description(scheme, tensors, in_features):
     first = (tensors["codes"], tensors["codebook"], tensors["scale"], rotation_of(tensors))
     addresses = [None if tensor is None else tensor.data_ptr() for tensor in first]
-    return cpu_linear.matrix(scheme, len(tensors["codes"]), in_features, *addresses)
+    return matrix(scheme, len(tensors["codes"]), in_features, *addresses)
 
 
 def multiply(scheme, tensors, x, bias=None):
@@ -402,10 +403,10 @@ def test_decode_keeps_leading_dimensions():
     ],
 )
 def test_product_with_the_decoded_weight(isa, name, many, dtype, monkeypatch):
-    monkeypatch.setattr(cpu_linear, "DECODED_ROWS", 48)
+    monkeypatch.setattr(decoded, "DECODED_BYTES", 1 << 15)
     scheme, tensors = stored(name, 100, 512)
     assert description(scheme, tensors, 512).has_kernel == many
-    tokens = cpu_linear.few_tokens(scheme) if many else 1
+    tokens = cpu_linear.few_tokens(scheme, dtype) + 1 if many else 1
     x, bias = torch.randn(2, tokens, 512).to(dtype), torch.randn(100)
     y = cpu_linear.linear(x, StoredWeight.of(tensors, scheme, x.shape[-1]), bias)
     assert y.dtype == dtype and not y._is_view()

@@ -1,0 +1,60 @@
+"""`hf_vq::input_gradient`: dL/dx = dL/dy W of y = W x + b, on the codes of W.
+
+It is an op of its own so that a device may multiply in the dtype that it is fast in, and without
+the weight as float32; and so that a compiled backward pass does not look inside.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, ops
+from torch.library import register_autograd
+
+from .. import dispatch
+from ..formats.stored_weight import FLAT, SCHEMA, StoredWeight
+from .codes import run_decode
+from .library import define, library, name_of, parse
+from .stored_gradients import gradients_of_stored
+
+
+def reference(grad: Tensor, weight: StoredWeight) -> Tensor:
+    """dL/dx [..., in] of dL/dy `grad` [..., out], in float32."""
+    return (grad.float() @ run_decode(weight)).to(grad.dtype)
+
+
+def _input_gradient(grad: Tensor, *arguments: Any) -> Tensor:
+    *stored, spec, length = arguments
+    weight = StoredWeight.of_flat(stored, parse(spec), length)
+    out_features = grad.shape[-1]
+    tokens = dispatch.bucket(grad.numel() // max(out_features, 1))
+    problem = dispatch.InputGradientProblem(
+        grad.device.type, name_of(grad.dtype), spec, tokens, out_features, length
+    )
+    found: Tensor = dispatch.select(problem).run(grad, weight)
+    return found
+
+
+def _fake(grad: Tensor, *arguments: Any) -> Tensor:
+    return grad.new_empty(*grad.shape[:-1], arguments[-1])
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    grad, *stored, scheme, _ = inputs
+    trains = any(tensor is not None and tensor.requires_grad for tensor in stored)
+    ctx.save_for_backward(grad if trains else None, *stored)
+    ctx.scheme = scheme
+
+
+def _backward(ctx: Any, moved: Tensor) -> tuple[Tensor | None, ...]:
+    """Gradients of second order: the product is linear in dL/dy and in W."""
+    grad, *stored = ctx.saved_tensors
+    needed = ctx.needs_input_grad
+    again = ops.hf_vq.linear(moved, *stored, None, ctx.scheme) if needed[0] else None
+    grads = gradients_of_stored(grad, moved, stored, ctx.scheme, needed[1 : 1 + FLAT])
+    return again, *grads, None, None
+
+
+define("input_gradient", f"(Tensor grad, {SCHEMA}, str scheme, int length) -> Tensor",
+       _input_gradient, _fake)  # fmt: skip
+register_autograd("hf_vq::input_gradient", _backward, setup_context=_save_for_backward, lib=library)
