@@ -292,8 +292,7 @@ _acting = threading.local()  # `.calls`: methods and models that are called now
 
 
 def begin_codes(model: Any) -> None:
-    """Let the methods of a model's class do what models of codes need; its copies and pickles
-    too."""
+    """Let the methods of a model's class do what models of codes need; of its copies, too."""
     vars(model)[_OF_CODES] = True
     owner = type(model)
     with _lock:
@@ -301,8 +300,10 @@ def begin_codes(model: Any) -> None:
             path, _, name = patch.target.rpartition(".")
             before = getattr(owner, name, None) if path == _PATCHED else None
             if before is not None and not hasattr(before, _OF_CODES):
-                _set(f"{owner.__module__}:{owner.__qualname__}.{name}", owner, name,
-                     _get(patch.replacement)(before))  # fmt: skip
+                target = f"{owner.__module__}:{owner.__qualname__}.{name}"
+                if target in _made:  # of another class with this name
+                    target += f" {id(owner):x}"
+                _set(target, owner, name, _get(patch.replacement)(before))
 
 
 def end_codes(model: Any) -> None:

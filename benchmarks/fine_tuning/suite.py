@@ -9,6 +9,7 @@ on the text that is trained on (`vq-4+calibrated`); NF4 is made while it is load
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import subprocess
@@ -112,7 +113,11 @@ class _Worker:
         names = ("data", "steps", "tokens", "held_out", "rank", "seed", "threads", "merge")
         self.options = {name: getattr(args, name) for name in names}
         self.options |= {"method": method, "model": str(args.model), "data": str(args.data)}
-        self.options["codes"] = None if method in _WITHOUT_CODES else str(folder / method)
+        name = method
+        if method.endswith(CALIBRATED):  # on this text: others may show what is held out
+            text = Path(args.data).read_bytes() + str(args.held_out).encode()
+            name += f"-{hashlib.sha256(text).hexdigest()[:8]}"
+        self.options["codes"] = None if method in _WITHOUT_CODES else str(folder / name)
         self.process: subprocess.Popen[str] | None = None
 
     def make_codes(self) -> None:

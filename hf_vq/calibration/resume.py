@@ -32,6 +32,7 @@ from ..formats.hidden import hidden_file, hidden_folder, lock, remove_leftovers
 from .distributed import ProcessGroup
 
 VERSION = 1
+ALGORITHM = 2  # part of the identity: raise it where the same options make other codes
 _KEY = "hf_vq_calibration"
 _SAVED = "saved"
 
@@ -85,6 +86,7 @@ def open_resume_folder(
     if folder is None:
         yield ResumeFolder(None, identity, processes)
         return
+    identity = {**identity, "algorithm": ALGORITHM}
     if processes.size > 1:
         identity = {**identity, "processes": processes.size}
     try:

@@ -39,7 +39,10 @@ def add_calibrate(verbs: Any) -> argparse.ArgumentParser:
         "--tokens", type=positive, metavar="N",
         help="default: 131072 for weights, on a CPU 16384; 8192 for --kv, 4096 for its mean bits",
     )  # fmt: skip
-    verb.add_argument("--context", type=positive, metavar="L", help="default: 64 to 2048 tokens")
+    verb.add_argument(
+        "--context", type=positive, metavar="L",
+        help="default: as many as make 64 sequences, from 64 to 2048; for --kv 2048",
+    )  # fmt: skip
     verb.add_argument(
         "--candidates", nargs="+", metavar="S", help="schemes that --target-bits chooses from"
     )

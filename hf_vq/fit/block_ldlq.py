@@ -31,7 +31,7 @@ WIDTH = 2048
 the cube of it."""
 
 DAMPING = 0.01
-"""Added to the diagonal of rotated moments, in units of its mean."""
+"""Added to the diagonal of rotated moments, in units of its mean in a block of the rotation."""
 
 CORRELATION = 0.4
 """Factor of the moments between different inputs: the text to come differs from these tokens."""
@@ -100,12 +100,12 @@ class BlockFeedback:
         blocks = _shrunk(blocks, self.correlation)
         turn = self._rotation(rotation, moments.device, count * size).unflatten(0, (count, -1))
         turned = _turned(_turned(blocks, turn), turn)
-        inputs = self.in_features - size * torch.arange(count, device=moments.device)
-        mean = turned.diagonal(dim1=1, dim2=2).sum(1) / inputs.clamp_max(size)
+        # Of each block of the rotation: one huge input must not drown the others of a wide block.
+        mean = turned.diagonal(dim1=1, dim2=2).unflatten(1, (-1, block)).mean(2)
         # A block whose inputs are all zero is rounded as if they were anything.
-        ridge = torch.where(mean > 0, DAMPING * mean, 1.0)[:, None]
-        turned.diagonal(dim1=1, dim2=2).add_(ridge)
-        turned /= (mean[:, None] + ridge)[..., None]
+        ridge = torch.where(mean > 0, DAMPING * mean, 1.0)
+        turned.diagonal(dim1=1, dim2=2).add_(ridge.repeat_interleave(block, 1))
+        turned /= (mean + ridge).mean(1)[:, None, None]
         self.upper = _upper_of_inverse(turned)
         self._chunks = _diagonal_blocks(turned, self.chunk)
         self._passed_on: dict[int, Tensor] = {}

@@ -95,7 +95,7 @@ def _check(model: nn.Module, config: Any) -> None:
     if getattr(config, "init_lora_weights", None) == "loftq":
         raise VQBackendError(
             "LoftQ quantizes a dense model itself, by bitsandbytes, and this model has codes. "
-            "Calibrate them on the text of the training, which takes most of their error away "
+            "Calibrate them on the text of the training, which lowers their error "
             '(hf-vq calibrate), or use init_lora_weights="pissa", which begins with what matters '
             "most."
         )

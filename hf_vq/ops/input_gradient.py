@@ -14,7 +14,7 @@ from torch.library import register_autograd
 from .. import dispatch
 from ..formats.stored_weight import FLAT, SCHEMA, StoredWeight
 from .codes import run_decode
-from .library import define, library, name_of, parse
+from .library import define, library, name_of, parse, without_autocast
 from .stored_gradients import gradients_of_stored
 
 
@@ -31,7 +31,8 @@ def _input_gradient(grad: Tensor, *arguments: Any) -> Tensor:
     problem = dispatch.InputGradientProblem(
         grad.device.type, name_of(grad.dtype), spec, tokens, out_features, length
     )
-    found: Tensor = dispatch.select(problem).run(grad, weight)
+    with without_autocast(grad.device):
+        found: Tensor = dispatch.select(problem).run(grad, weight)
     return found
 
 

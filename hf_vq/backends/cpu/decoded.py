@@ -24,8 +24,10 @@ from . import matrices
 DECODED_BYTES = 8 << 20  # of rows at once: several smaller products take longer than one
 
 
-def multiply(library: ctypes.CDLL, stored: matrices.Matrix, x: Tensor, y: Tensor) -> None:
-    """y [tokens, out] = W x of tokens [tokens, in]."""
+def multiply(
+    library: ctypes.CDLL, stored: matrices.Matrix, x: Tensor, bias: Tensor | None, y: Tensor
+) -> None:
+    """y [tokens, out] = W x + b of tokens [tokens, in]."""
     dense = _room(stored, x)
     product = y if y.dtype == dense.dtype else torch.empty(y.shape, dtype=dense.dtype)
     rotated = torch.empty(x.shape, dtype=dense.dtype)
@@ -33,6 +35,8 @@ def multiply(library: ctypes.CDLL, stored: matrices.Matrix, x: Tensor, y: Tensor
     for first in range(0, stored.out, len(dense)):
         rows = _decode(library, stored, first, dense)
         torch.mm(rotated, rows.T, out=product[:, first : first + len(rows)])
+    if bias is not None:
+        product += bias
     if product is not y:
         y.copy_(product)
 

@@ -71,8 +71,9 @@ def linear(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> Tensor:
         tokens <= _MOST_FEW_TOKENS and tokens <= few_tokens(scheme, x.dtype)
     )
     if not (stored.has_kernel and few):
-        decoded.multiply(library, stored, x.view(tokens, in_features), y.view(tokens, out_features))
-        return y if bias is None else y.add_(bias)
+        rows = y.view(tokens, out_features)
+        decoded.multiply(library, stored, x.view(tokens, in_features), bias, rows)
+        return y
     dtype, address, bias_dtype = native.DTYPES[x.dtype], None, 0
     if bias is not None:
         bias = bias.expand(out_features)
@@ -133,9 +134,10 @@ def few_tokens(scheme: VQScheme, dtype: torch.dtype) -> int:
     shape = scheme.vector_size, scheme.entry_bits
     if shape[0] % 8 == 0 and shape not in _TABLES and not scheme.lattice:
         return FEW_TOKENS_ELSEWHERE  # entries are multiplied as floats
+    most = FEW_TOKENS.get(native.isa() or "", FEW_TOKENS_ELSEWHERE)
     if dtype == torch.bfloat16 and _multiplies_tiles() and not scheme.lattice:
-        return FEW_TOKENS_WITH_TILES
-    return FEW_TOKENS.get(native.isa() or "", FEW_TOKENS_ELSEWHERE)
+        return min(most, FEW_TOKENS_WITH_TILES)
+    return most
 
 
 @lru_cache(maxsize=1)

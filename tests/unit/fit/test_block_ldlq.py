@@ -106,19 +106,36 @@ def test_one_block_is_rounded_as_ldlq_rounds_a_row():
 
 @pytest.mark.parametrize("spec", ["vq-3", "vq2x8r1-universal-g0-random_hadamard64"])
 def test_a_wide_block_is_rounded_as_ldlq_rounds_a_row(spec):
-    """Errors pass from chunk to chunk as through a row of `ldlq_rows`, behind the row's end too."""
+    """Errors pass from chunk to chunk as through a row of `ldlq_rows`."""
     scheme = weight_scheme(spec)
     x, _ = moments_of(384, 128)
     moments = x.T @ x / len(x)
     own = torch.diag_embed(moments.diagonal())
     rotation = rotation_of(fixed_tensors(scheme, 384, 0))
     shrunk = CORRELATION * moments + (1 - CORRELATION) * own
-    whole = Feedback(shrunk, scheme, rotation, damping=DAMPING)
+    block = scheme.block(384)
+    ridge = DAMPING * moments.diagonal().unflatten(0, (-1, block)).mean(1)
+    damped = shrunk + torch.diag(ridge.repeat_interleave(block))
+    whole = Feedback(damped, scheme, rotation, damping=1e-9)
     rows, codebook = torch.randn(32, 384), universal_tensor(scheme)
     feedback = BlockFeedback(moments[None], scheme, rotation)
     found, _ = ldlq_blocks(rows, codebook, scheme, feedback, factors=(1.0,), refit=False)
     expected, _ = ldlq_rows(rows, codebook, scheme, whole, search=False, refit=False)
     assert (found == expected).float().mean() > 0.99
+
+
+def test_one_huge_input_does_not_drown_a_wide_block():
+    """Blocks of the rotation without it are rounded nearly as they are where it is a usual one."""
+    scheme, weight, errors = weight_scheme("vq-3"), torch.randn(64, 1024), []
+    x, _ = moments_of(1024, 128, tokens=8192)
+    others = x.clone()
+    others[:, 5] = 0
+    fixed = rotation_of(fixed_tensors(scheme, 1024, 0))
+    for factor in (1, 1000):
+        x[:, 5] *= factor
+        feedback = BlockFeedback((x.T @ x / len(x))[None], scheme, fixed)
+        errors.append(error(others, weight, fit_weight(weight, scheme, feedback=feedback), scheme))
+    assert errors[1] < 2.2 * errors[0]  # its own block of the rotation is rounded for it
 
 
 def test_rows_that_fill_their_blocks_in_part(monkeypatch):

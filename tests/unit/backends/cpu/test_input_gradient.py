@@ -6,7 +6,7 @@ import torch
 from hf_vq import dispatch, ops
 from hf_vq.backends.cpu import decoded, library
 from hf_vq.formats import weight_scheme
-from hf_vq.formats.stored_weight import StoredWeight
+from hf_vq.formats.stored_weight import StoredWeight, flat
 from hf_vq.ops.reference import codes as reference
 from tests.unit.backends.cpu.test_linear import isa, stored  # noqa: F401
 
@@ -83,3 +83,23 @@ def test_two_passes_are_for_the_reference():
     spec = weight_scheme("turboquant-4+4").spec()
     problem = dispatch.InputGradientProblem("cpu", "float32", spec, 4, 24, 256)
     assert dispatch.select(problem).name == "reference"
+
+
+def test_autocast_does_not_lower_it():
+    scheme, tensors = stored("vq-4", 24, 256)
+    grad = torch.randn(200, 24)
+    given = (grad, *flat(tensors), scheme.spec(), 256)
+    plain = torch.ops.hf_vq.input_gradient(*given)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(torch.ops.hf_vq.input_gradient(*given), plain)
+
+
+def test_a_bias_is_rounded_with_the_product():
+    """Of many tokens: the product is float32, and the sum is rounded once."""
+    scheme, tensors = stored("vq-4", 24, 256)
+    weight, bias = StoredWeight.of(tensors, scheme, 256), torch.randn(24)
+    x = torch.randn(200, 256).half()
+    found = ops.linear(x, tensors, bias, scheme)
+    exact = x.double() @ reference.decode(weight).double().T + bias.double()
+    step = exact.abs().log2().floor().exp2() * 2.0**-10
+    assert ((found.double() - exact).abs() <= 0.51 * step).float().mean() > 0.99
