@@ -114,7 +114,7 @@ class _Worker:
         self.options = {name: getattr(args, name) for name in names}
         self.options |= {"method": method, "model": str(args.model), "data": str(args.data)}
         name = method
-        if method.endswith(CALIBRATED):  # on this text: others may show what is held out
+        if method.endswith(CALIBRATED):  # others may have seen rows held out here
             text = Path(args.data).read_bytes() + str(args.held_out).encode()
             name += f"-{hashlib.sha256(text).hexdigest()[:8]}"
         self.options["codes"] = None if method in _WITHOUT_CODES else str(folder / name)
