@@ -116,7 +116,7 @@ def test_compiled_steps_are_those_of_the_cache_that_grows(model, tokens, backend
     torch._dynamo.reset()
     settings = CompileConfig(fullgraph=True, backend=backend, mode=None)
     settings._compile_all_devices = True
-    ids, out = tokens[:, :90], []
+    ids, out = tokens[:, :88], []
     for compiled in (None, settings):
         cache = VQCache(model.config, max_cache_len=150)
         found = model.generate(
@@ -133,5 +133,5 @@ def test_compiled_steps_are_those_of_the_cache_that_grows(model, tokens, backend
     same = int((chosen[0] == chosen[1]).long().cumprod(0).sum())
     if same < len(grown):
         tied = grown[same, chosen[:, same]]
-        assert same >= 2 and tied[0] - tied[1] <= rounding
+        assert same >= 8 and tied[0] - tied[1] <= rounding
     assert divergence(grown[None, : same + 1], static[None, : same + 1]) < 1e-3
