@@ -96,14 +96,17 @@ class BlockFeedback:
         self.chunk = min(block, scheme.group(self.in_features))
         halves = moments.float() if moments.ndim == 4 else moments[None].float()
         blocks = halves.sum(0)
-        self.correlation = CORRELATION * _agreement(halves, blocks)
+        agreement = _agreement(halves, blocks)
+        self.correlation = CORRELATION * agreement
         blocks = _shrunk(blocks, self.correlation)
         turn = self._rotation(rotation, moments.device, count * size).unflatten(0, (count, -1))
         turned = _turned(_turned(blocks, turn), turn)
         # Of each block of the rotation: one huge input must not drown the others of a wide block.
         mean = turned.diagonal(dim1=1, dim2=2).unflatten(1, (-1, block)).mean(2)
         # A block whose inputs are all zero is rounded as if they were anything.
-        ridge = torch.where(mean > 0, DAMPING * mean, 1.0)
+        # Halves that disagree say little of the inputs' power either.
+        damping = DAMPING / agreement.clamp_min(DAMPING)[:, None]
+        ridge = torch.where(mean > 0, damping * mean, 1.0)
         turned.diagonal(dim1=1, dim2=2).add_(ridge.repeat_interleave(block, 1))
         turned /= (mean + ridge).mean(1)[:, None, None]
         self.upper = _upper_of_inverse(turned)

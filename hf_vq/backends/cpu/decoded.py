@@ -14,7 +14,6 @@ import ctypes
 import torch
 from torch import Tensor
 
-from ... import dispatch
 from ...dispatch import Implementation
 from ...formats.packing import unpack_bits
 from ...formats.stored_weight import StoredWeight
@@ -105,9 +104,4 @@ def _rotate(library: ctypes.CDLL, stored: matrices.Matrix, x: Tensor, rotated: T
         native.check(status, "rotate")
 
 
-def supports(problem: dispatch.InputGradientProblem) -> str | None:
-    """None if the library decodes such a weight, else the reason why not."""
-    return matrices.supports(problem)
-
-
-GRADIENT = Implementation(input_gradient, supports)
+GRADIENT = Implementation(input_gradient, matrices.supports)

@@ -224,7 +224,7 @@ def test_few_inputs_in_halves_lose_almost_nothing_on_other_inputs():
         feedback = None if given is None else BlockFeedback(given, scheme, fixed)
         fitted = fit_weight(weight, scheme, feedback=feedback)
         errors[name] = error(other, weight, fitted, scheme)
-    assert errors["halves"] < 1.05 * errors["none"] < errors["one"]
+    assert errors["halves"] < 1.03 * errors["none"] < errors["one"]
 
 
 def test_a_massive_token_is_kept_and_costs_the_others_little():
