@@ -121,13 +121,14 @@ class EncodeWeightProblem(NamedTuple):
 
 
 class RoundWeightProblem(NamedTuple):
-    """Rotated rows of a weight to codes, with errors passed on inside of blocks."""
+    """Rotated rows of a weight to codes, with errors passed on inside of blocks of `size`."""
 
     device: str
     dtype: str
     scheme: str
     rows: int
     in_features: int
+    size: int
     op: str = "round_weight"
 
 

@@ -49,6 +49,7 @@ ENTRIES: tuple[Entry, ...] = (
     Entry("cuda.encode_weight", "encode_weight", "backends.cuda.encode:ENCODE", CUDA, NVRTC),
     Entry("cpu.encode_weight", "encode_weight", "backends.cpu.encode:ENCODE", CPU, NATIVE),
     Entry("reference", "encode_weight", "backends.reference:ENCODE_WEIGHT"),
+    Entry("cuda.round_weight", "round_weight", "backends.cuda.encode:ROUND", CUDA, NVRTC),
     Entry("cpu.round_weight", "round_weight", "backends.cpu.encode:ROUND", CPU, NATIVE),
     Entry("reference", "round_weight", "backends.reference:ROUND_WEIGHT"),
     Entry("reference", "encode", "backends.reference:ENCODE"),

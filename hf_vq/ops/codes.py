@@ -68,7 +68,8 @@ def round_weight(
         feedback: [blocks, size, size] float32: number j of a block gets the errors e_i (number less
             entry times scale) of the vectors before its own, times [j, i].
     """
-    entry = entry_of_rows("round_weight", rows, scheme, rows.shape[-1])
+    length, size = rows.shape[-1], feedback.shape[-1]
+    entry = entry_of_rows("round_weight", rows, scheme, length, size)
     codes: Tensor = entry.run(rows, scale, codebook, scheme, feedback)
     return codes
 

@@ -31,7 +31,7 @@ from hf_vq.codegen.plan import DecodePlan, Dtype, LinearPlan, TilePlan, WidePlan
 from hf_vq.formats import VQScheme, weight_scheme
 from hf_vq.formats.stored_weight import StoredWeight, rotation_of
 from hf_vq.ops.reference import codes as reference
-from hf_vq.ops.reference.encode_weight import FACTORS
+from hf_vq.ops.reference.encode_weight import FACTORS, Assigner
 
 PRODUCTS = [  # scheme, columns
     ("vq-4", 1536), ("turboquant-4", 1152), ("vq-3", 1152), ("aqlm-2", 1152), ("aqlm-3", 1152),
@@ -273,7 +273,27 @@ def encode(scheme: VQScheme, rows: int, columns: int, factors: tuple[float, ...]
     assert error < 1.4, f"relative error {error}"  # that of any rows of the same size
 
 
+def rounded_rows() -> Iterator[Case]:
+    """Plans of round_rows.cu."""
+    for (name, rows, _), size in product(ENCODED, (16, 128)):
+        yield (
+            f"round {rows} x {3 * size} {name}",
+            partial(round_rows, weight_scheme(name), rows, size),
+        )
+
+
+def round_rows(scheme: VQScheme, rows: int, size: int) -> None:
+    """One launch; no errors are passed on, so that codes are of the nearest entries."""
+    _, there = stored(scheme, rows, 3 * size)
+    values, scale = torch.randn(rows, 3 * size).cuda(), torch.ones(rows, 3).half().cuda()
+    feedback = torch.zeros(3, size, size).cuda()
+    codes = cuda_encode.round_weight(values, scale, there["codebook"], scheme, feedback)
+    entries = Assigner(there["codebook"], scheme).entries(codes.flatten(0, 1).long())
+    error = ((entries.view_as(values) - values).norm() / values.norm()).item()
+    assert error < 1.4, f"relative error {error}"  # as of `encode`
+
+
 MAKERS = {"linear_wgmma": many_tokens, "linear": few_tokens, "together": several_matrices,
           "linear_tile_codebook": tiled, "paper": of_the_paper, "dequantize": dense_rows,
           "dequantize_rotated": rows_rotated_back,
-          "rotate": rotations, "encode": codes_and_scales}  # fmt: skip
+          "rotate": rotations, "encode": codes_and_scales, "round_rows": rounded_rows}  # fmt: skip

@@ -1,5 +1,5 @@
-"""Problems of kernels around products and attention: encode.cu, dequantize.cu of whole rows,
-rotate.cu, dequantize_kv.cu and softmax_merge.cu.
+"""Problems of kernels around products and attention: encode.cu, round_rows.cu, dequantize.cu of
+whole rows, rotate.cu, dequantize_kv.cu and softmax_merge.cu.
 
 Nothing in their plans depends on how much there is to do."""
 
@@ -20,7 +20,7 @@ from hf_vq.backends.cuda.linear.dequantize import on_device
 from hf_vq.backends.torch.partial_softmax import Maths
 from hf_vq.codegen.families import dequantize as choose
 from hf_vq.codegen.families.dequantize import rotate_plan
-from hf_vq.codegen.families.encode import encodable, encode_plan
+from hf_vq.codegen.families.encode import encodable, encode_plan, round_plan, roundable
 from hf_vq.codegen.families.kv_prefill import decodable_kv, decode_kv_plan, merge_plan
 from hf_vq.codegen.jit.device import Arch
 from hf_vq.codegen.plan import Diagonal, Dtype, Plan, RotatePlan
@@ -28,11 +28,12 @@ from hf_vq.formats.catalog import KV_SCHEMES, WEIGHT_SCHEMES
 from hf_vq.formats.packing import packed_size
 from hf_vq.formats.scheme import VQScheme
 from hf_vq.formats.stored_weight import StoredWeight, flat, rotation_of
-from hf_vq.ops.codes import encode_weight, rotate
+from hf_vq.ops.codes import encode_weight, rotate, round_weight
 from hf_vq.ops.library import parse
 from hf_vq.ops.reference import codes as reference
-from hf_vq.ops.reference.encode_weight import FACTORS
+from hf_vq.ops.reference.encode_weight import FACTORS, Assigner
 from tests.fixtures.random_weights import random_tensors
+from tests.fixtures.rounding import left_by_errors
 
 from .append import SCHEMES
 from .caches import scales_of
@@ -178,6 +179,63 @@ class EncodeCase:
             errors = [error.norm()[None] for error in errors]
         wrong = int((~(errors[0] <= errors[1] * (1 + 2.0**-8))).sum())
         assert not wrong, f"{wrong} of {self.rows} rows are farther than by the reference"
+
+
+@dataclass(frozen=True)
+class RoundCase:
+    """Rows to codes, errors passed on inside of blocks.
+
+    Args:
+        spec: of the scheme.
+        rows: how many.
+        size: columns of a block; there are three.
+    """
+
+    spec: str
+    rows: int
+    size: int
+
+    @property
+    def name(self) -> str:
+        """What it is."""
+        return f"round {self.spec} {self.rows} x {3 * self.size} in blocks of {self.size}"
+
+    def plans(self, arch: Arch) -> Sequence[Plan]:
+        """See `Case`."""
+        return (round_plan(parse(self.spec), self.size),)
+
+    def features(self, arch: Arch) -> Features:
+        """See `Case`."""
+        return {"scheme": self.spec, "rows": self.rows, **of_plan(self.plans(arch)[0])}
+
+    def inputs(self, device: torch.device) -> Any:
+        """Rows, scales, a codebook and feedback."""
+        scheme = parse(self.spec)
+        book = random_tensors(scheme, 1, self.size)["codebook"].to(device)
+        values = torch.randn(self.rows, 3 * self.size, device=device)
+        scale = (0.5 + torch.rand(self.rows, 3, device=device)).half()
+        vector = torch.arange(self.size, device=device) // scheme.vector_size
+        feedback = 0.1 * torch.randn(3, self.size, self.size, device=device)
+        return values, scale, book, feedback * (vector[:, None] > vector)
+
+    def run(self, inputs: Any) -> tuple[Tensor, ...]:
+        """See `Case`."""
+        values, scale, book, feedback = inputs
+        return (round_weight(values, scale, book, parse(self.spec), feedback),)
+
+    def check(self, inputs: Any, found: tuple[Tensor, ...]) -> None:
+        """Each code is as near to what the errors before it leave, in float64, as that of the
+        reference for the same numbers."""
+        (values, scale, book, feedback), scheme = inputs, parse(self.spec)
+        assigner = Assigner(book, scheme)
+        left, unit = left_by_errors(values, scale, assigner, scheme, feedback, found[0])
+        vectors = (left / unit).reshape(-1, scheme.vector_size)
+        apart = [
+            (vectors - assigner.entries(codes.long()).double()).norm(dim=1)
+            for codes in (found[0].flatten(0, 1), assigner.codes(vectors.float()))
+        ]
+        wrong = int((~(apart[0] <= apart[1] * (1 + 2.0**-8) + 2.0**-12)).sum())
+        assert not wrong, f"{wrong} of {len(vectors)} codes are farther than by the reference"
 
 
 @dataclass(frozen=True)
@@ -344,8 +402,8 @@ class MergeCase:
         assert error <= torch.finfo(found[0].dtype).eps + 2.0**-18, f"the error is {error:.2e}"
 
 
-RowsCase = RotateCase | EncodeCase | DecodeCase | DecodeKVCase | MergeCase
-_KINDS = (RotateCase, EncodeCase, DecodeCase, DecodeKVCase, MergeCase)
+RowsCase = RotateCase | EncodeCase | RoundCase | DecodeCase | DecodeKVCase | MergeCase
+_KINDS = (RotateCase, EncodeCase, RoundCase, DecodeCase, DecodeKVCase, MergeCase)
 
 
 def cases(arch: Arch) -> list[RowsCase]:
@@ -362,7 +420,7 @@ def _cases(arch: Arch) -> tuple[RowsCase, ...]:
 @functools.cache
 def domain(arch: Arch) -> tuple[RowsCase, ...]:
     """Every size of a rotation, scheme, and size of a head."""
-    return (*_rotations(), *_encoded(arch), *_decoded(), *_cached())
+    return (*_rotations(), *_encoded(arch), *_rounded(arch), *_decoded(), *_cached())
 
 
 def _rotations() -> Iterator[RotateCase]:
@@ -378,6 +436,13 @@ def _encoded(arch: Arch) -> Iterator[EncodeCase]:
         for (rows, columns), fitted in itertools.product(((37, 1152), (5, 768)), (False, True)):
             if scheme.stages != "nested" and encodable(scheme, columns, arch) is None:
                 yield EncodeCase(scheme.spec(), rows, columns, fitted)
+
+
+def _rounded(arch: Arch) -> Iterator[RoundCase]:
+    for scheme in (*WEIGHT_SCHEMES.values(), *map(parse, ENCODED)):
+        for rows, size in itertools.product((5, 37, 4100), (32, 64, 128)):
+            if scheme.stages != "nested" and roundable(scheme, size, arch) is None:
+                yield RoundCase(scheme.spec(), rows, size)
 
 
 def _decoded() -> Iterator[DecodeCase]:

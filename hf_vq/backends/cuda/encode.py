@@ -1,4 +1,7 @@
-"""`encode_weight` on a GPU: one generated kernel searches scales, finds codes and packs them."""
+"""`encode_weight` and `round_weight` on a GPU: generated kernels that search codebooks.
+
+One searches scales, finds codes and packs them; the other passes errors on from vector to vector.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,11 @@ import functools
 import torch
 from torch import Tensor
 
-from ...codegen.families.encode import encode_plan
+from ...codegen.families.encode import encode_plan, round_plan
 from ...codegen.jit.device import device_arch
 from ...codegen.jit.kernel_store import default_store
 from ...codegen.jit.launch import LoadedKernel
-from ...codegen.plan import EncodePlan
+from ...codegen.plan import EncodePlan, RoundPlan
 from ...dispatch import Implementation
 from ...errors import VQFormatError
 from ...formats.packing import packed_size
@@ -45,6 +48,27 @@ def _encoder(
     return LoadedKernel(plan, EncodeArguments, ordinal, default_store()), plan
 
 
+class RoundArguments(ctypes.Structure):
+    """struct Arguments of kernels/cuda/encode/round_rows.cu."""
+
+    _fields_ = [
+        ("rows", ctypes.c_void_p),
+        ("scale", ctypes.c_void_p),
+        ("codebook", ctypes.c_void_p),
+        ("feedback", ctypes.c_void_p),
+        ("codes", ctypes.c_void_p),
+        ("n", ctypes.c_int64),
+        ("columns", ctypes.c_int32),
+        ("group", ctypes.c_int32),
+    ]
+
+
+@functools.lru_cache(maxsize=256)
+def _rounder(scheme: VQScheme, size: int, ordinal: int) -> tuple[LoadedKernel, RoundPlan]:
+    plan = round_plan(scheme, size)
+    return LoadedKernel(plan, RoundArguments, ordinal, default_store()), plan
+
+
 @functools.lru_cache(maxsize=16)
 def _on_device(factors: tuple[float, ...], ordinal: int) -> Tensor:
     return torch.tensor(factors, dtype=torch.float32, device=f"cuda:{ordinal}")
@@ -59,12 +83,7 @@ def encode_weight(
         VQFormatError: the codebook is not one of the scheme. A kernel would read what is not there.
     """
     count, in_features = rows.shape
-    entries = 257 if scheme.lattice else scheme.entries
-    if codebook.shape != (scheme.streams, entries, scheme.vector_size):
-        raise VQFormatError(
-            f"{scheme.spec()} needs a codebook "
-            f"{[scheme.streams, entries, scheme.vector_size]}; got {list(codebook.shape)}."
-        )
+    _check(codebook, scheme)
     groups = count * (in_features // scheme.group(in_features))
     scale = torch.empty(groups, dtype=torch.float16, device=rows.device)
     vectors = count * (in_features // scheme.vector_size)
@@ -92,4 +111,49 @@ def encode_weight(
     return packed, scale.view(count, -1)
 
 
+def round_weight(
+    rows: Tensor, scale: Tensor, codebook: Tensor, scheme: VQScheme, feedback: Tensor
+) -> Tensor:
+    """`ops.round_weight`; codes agree with its specification up to rounding.
+
+    Raises:
+        VQFormatError: the codebook is not one of the scheme. A kernel would read what is not there.
+    """
+    _check(codebook, scheme)
+    count, in_features = rows.shape
+    size, vectors = feedback.shape[-1], in_features // scheme.vector_size
+    codes = torch.empty(count, vectors, scheme.streams, dtype=torch.int32, device=rows.device)
+    ordinal = rows.device.index
+    with torch.cuda.device(rows.device):
+        kernel, plan = _rounder(scheme, size, ordinal)
+        rows, scale = _ready(rows, torch.float32), _ready(scale, torch.float32)
+        codebook, feedback = _ready(codebook, torch.float16), feedback.mT.contiguous()
+        tiles = -(-count // plan.rows) * (in_features // size)
+        kernel(
+            min(tiles, plan.blocks_per_sm * device_arch(ordinal).sms),
+            torch._C._cuda_getCurrentRawStream(ordinal),
+            rows.data_ptr(),
+            scale.data_ptr(),
+            codebook.data_ptr(),
+            feedback.data_ptr(),
+            codes.data_ptr(),
+            count,
+            in_features,
+            in_features // scale.shape[1],
+        )
+    return codes
+
+
+def _check(codebook: Tensor, scheme: VQScheme) -> None:
+    entries = 257 if scheme.lattice else scheme.entries
+    if codebook.shape != (scheme.streams, entries, scheme.vector_size):
+        raise VQFormatError(
+            f"{scheme.spec()} needs a codebook "
+            f"{[scheme.streams, entries, scheme.vector_size]}; got {list(codebook.shape)}."
+        )
+
+
 ENCODE = Implementation(encode_weight, weight_supports.encode_weight)
+
+ROUND = Implementation(round_weight, weight_supports.round_weight)
+"""Codes of rotated rows, errors passed on inside of blocks."""

@@ -57,6 +57,15 @@ def encode_weight(problem: dispatch.EncodeWeightProblem) -> str | None:
     return encodable(VQScheme.parse(problem.scheme), problem.in_features, arch)
 
 
+def round_weight(problem: dispatch.RoundWeightProblem) -> str | None:
+    """Whether rows are rounded, with errors passed on."""
+    from ...codegen.families.encode import roundable
+    from ...codegen.jit.device import device_arch
+
+    arch = device_arch(torch.cuda.current_device())
+    return roundable(VQScheme.parse(problem.scheme), problem.size, arch)
+
+
 def fused_linear(problem: dispatch.LinearProblem) -> str | None:
     """Whether linear.cu computes with the codes."""
     from ...codegen.families.dequantize import rotatable

@@ -1,25 +1,41 @@
-"""Plans of kernels/cuda/encode/encode.cu: the lanes that own a group. Pure functions, no GPU."""
+"""Plans of kernels/cuda/encode: the lanes that own a group or a row. Pure functions, no GPU."""
 
 from __future__ import annotations
 
 from ...formats.scheme import VQScheme
 from ..jit.device import Arch
-from ..plan import EncodePlan, Scope
+from ..plan import EncodePlan, RoundPlan, Scope
 from .dequantize import VECTOR_SIZES
 
 _THREADS = 256
+_ROUNDING_THREADS = 128
 _WARP = 32
 BEAM = 8  # beam of the specification (hf_vq/ops/reference/encode_weight.py)
+_ROW_LANES = 8
+"""Lanes that round a row: more wait for each other longer, fewer leave a GPU idle at 4,096 rows."""
 
 
-def encodable(scheme: VQScheme, in_features: int, arch: Arch) -> str | None:
-    """None if the kernel encodes rows of this scheme, else the reason why not."""
+def _searchable(scheme: VQScheme) -> str | None:
+    """None if nearest.cuh searches its codebooks, else the reason why not."""
     if scheme.codebook not in ("universal", "tensor"):
         return f"its codebooks are per {scheme.codebook.replace('_', ' ')}"
     if scheme.streams > 2 and not scheme.lattice:
         return f"it has {scheme.streams} stages, which a longer beam follows"
     if scheme.vector_size not in VECTOR_SIZES:
         return f"vectors have {scheme.vector_size} weights, not one of {VECTOR_SIZES}"
+    return None
+
+
+def _too_large(needed: int, arch: Arch) -> str | None:
+    if needed <= arch.shared_per_block:
+        return None
+    return f"its codebook needs {needed} bytes of shared memory, of {arch.shared_per_block}"
+
+
+def encodable(scheme: VQScheme, in_features: int, arch: Arch) -> str | None:
+    """None if the kernel encodes rows of this scheme, else the reason why not."""
+    if reason := _searchable(scheme):
+        return reason
     vectors = scheme.group(in_features) // scheme.vector_size
     if vectors % _WARP and (vectors > _WARP or vectors & (vectors - 1)):
         return f"{vectors} vectors of a group are not whole warps"
@@ -28,10 +44,7 @@ def encodable(scheme: VQScheme, in_features: int, arch: Arch) -> str | None:
         return "a row's codes are not whole bytes"
     if across % _WARP and scheme.streams > 1 and not scheme.lattice:
         return f"{across} codes of a stage are not whole warps"
-    needed = encode_plan(scheme, in_features, 1, False).shared_bytes
-    if needed > arch.shared_per_block:
-        return f"its codebook needs {needed} bytes of shared memory, of {arch.shared_per_block}"
-    return None
+    return _too_large(encode_plan(scheme, in_features, 1, False).shared_bytes, arch)
 
 
 def encode_plan(scheme: VQScheme, in_features: int, candidates: int, refit: bool) -> EncodePlan:
@@ -48,7 +61,30 @@ def encode_plan(scheme: VQScheme, in_features: int, candidates: int, refit: bool
     large = scheme.streams > 1 and scheme.vector_size > 8
     resident = 1 if large else 2  # leaves a thread 128 registers
     return EncodePlan(
-        _THREADS, resident, scheme.vector_size, scheme.entry_bits, scheme.streams,
-        Scope.E8P if scheme.lattice else Scope.SHARED, 0 if group == in_features else group,
-        BEAM, candidates, refit, min(vectors, _WARP), slots, slots == 1 or vectors > _WARP,
+        _THREADS, resident, scheme.vector_size, scheme.entry_bits, scheme.streams, _scope(scheme),
+        BEAM, min(vectors, _WARP), 0 if group == in_features else group, candidates, refit, slots,
+        slots == 1 or vectors > _WARP,
     )  # fmt: skip
+
+
+def roundable(scheme: VQScheme, size: int, arch: Arch) -> str | None:
+    """None if the kernel rounds rows of this scheme in blocks of `size` columns, else why not."""
+    if reason := _searchable(scheme):
+        return reason
+    if size % scheme.vector_size:
+        return f"blocks of {size} columns are not whole vectors"
+    return _too_large(round_plan(scheme, size).shared_bytes, arch)
+
+
+def round_plan(scheme: VQScheme, size: int) -> RoundPlan:
+    """Plan of a roundable scheme for blocks of `size` columns; it is unique."""
+    large = scheme.streams > 1 and scheme.vector_size > 8
+    resident = 2 if large else 4  # leaves a thread 128 registers
+    return RoundPlan(
+        _ROUNDING_THREADS, resident, scheme.vector_size, scheme.entry_bits, scheme.streams,
+        _scope(scheme), BEAM, _ROW_LANES, size,
+    )  # fmt: skip
+
+
+def _scope(scheme: VQScheme) -> Scope:
+    return Scope.E8P if scheme.lattice else Scope.SHARED

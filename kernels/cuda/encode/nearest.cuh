@@ -91,15 +91,16 @@ struct Entries {
     for (int i = 0; i < Slots * Scales; ++i) gain[i / Scales % Sets][i % Scales] += best[i / Scales][i % Scales];
   }
 
-  // The index of the entry nearest to each slot's vector under scale[set]; 0 for what is not a number.
-  template <int Slots, int Sets>
+  // The index of the entry nearest to each slot's vector under scale[set]; 0 for what is not a number. Lanes of a warp
+  // that hold the same vectors share the entries.
+  template <int Lanes, int Slots, int Sets>
   __device__ void nearest(const float (&v)[Slots][x], const float (&scale)[Sets], uint32_t (&code)[Slots]) const {
     float best[Slots];
     int where[Slots] = {};
 #pragma unroll
     for (int slot = 0; slot < Slots; ++slot) best[slot] = -infinity();
 #pragma unroll 1
-    for (int i = 0; i < fours; ++i) {
+    for (int i = Lanes == 1 ? 0 : threadIdx.x % Lanes; i < fours; i += Lanes) {
       const Four some = four(i);
 #pragma unroll
       for (int slot = 0; slot < Slots; ++slot) {
@@ -112,6 +113,13 @@ struct Entries {
     }
 #pragma unroll
     for (int slot = 0; slot < Slots; ++slot) {
+#pragma unroll
+      for (int half = Lanes / 2; half > 0; half /= 2) {
+        const float other = __shfl_xor_sync(0xffffffffu, best[slot], half);
+        const int its_place = __shfl_xor_sync(0xffffffffu, where[slot], half);
+        if (other > best[slot] || (other == best[slot] && its_place < where[slot]))
+          best[slot] = other, where[slot] = its_place;
+      }
       const Four some = four(where[slot]);  // the same sums again
       int index = 0;
 #pragma unroll
@@ -149,6 +157,7 @@ struct Entries {
 
 template <> struct Book<Scope::SHARED> {
   static constexpr bool scales_at_once = true;
+  static constexpr int bytes = Plan::num_codebooks * Entries::floats * 4;  // of shared memory
   Entries stage[Plan::num_codebooks];
 
   // All threads of a block.
@@ -169,13 +178,14 @@ template <> struct Book<Scope::SHARED> {
     stage[0].add_scores(v, scale, gain);
   }
 
-  // Codes of each slot's vector under scale[set], one per codebook, and the sum of their entries.
-  template <int Slots, int Sets>
+  // Codes of each slot's vector under scale[set], one per codebook, and the sum of their entries. Lanes that hold the
+  // same vectors find the same.
+  template <int Lanes = 1, int Slots, int Sets>
   __device__ void nearest(const float (&v)[Slots][x], const float (&scale)[Sets],
                           uint32_t (&code)[Slots][Plan::num_codebooks], float (&chosen)[Slots][x]) const {
     if constexpr (Plan::num_codebooks == 1) {
       uint32_t index[Slots];
-      stage[0].nearest(v, scale, index);
+      stage[0].template nearest<Lanes>(v, scale, index);
 #pragma unroll
       for (int i = 0; i < Slots * x; ++i) chosen[i / x][i % x] = stage[0].number(index[i / x], i % x);
 #pragma unroll
@@ -205,7 +215,7 @@ template <> struct Book<Scope::SHARED> {
 #pragma unroll
       for (int i = 0; i < step * x; ++i)
         rest[i / x][i % x] = v[i % x] - scale * stage[0].number(first[k + i / x], i % x);
-      stage[Plan::num_codebooks - 1].nearest(rest, one, second);
+      stage[Plan::num_codebooks - 1].template nearest<1>(rest, one, second);
 #pragma unroll
       for (int i = 0; i < step; ++i) {
         float entry[x], error = 0.0f;

@@ -14,7 +14,7 @@
 template <> struct Book<Scope::E8P> {
   static constexpr bool scales_at_once = false;
   static constexpr int half_words = kE8PRows * 8, extra = 227, five = 37;  // rows: first of the 29, one with 5/2
-  static constexpr int stage_bytes = half_words * 2;
+  static constexpr int stage_bytes = half_words * 2, bytes = Plan::num_codebooks * stage_bytes + 256 + 64;
   const uint16_t* patterns;   // fp16 [stages][257, 8], parities folded
   const uint8_t* row_of;      // [256] by the mask of 3/2, then [8][8] by the places of 5/2 and of 3/2 (none: the same)
 
@@ -146,7 +146,7 @@ template <> struct Book<Scope::E8P> {
   }
 
   // Codes of each slot's vector under scale[set], one for each stage, and the sum of their entries.
-  template <int Slots, int Sets>
+  template <int Lanes = 1, int Slots, int Sets>
   __device__ void nearest(const float (&v)[Slots][8], const float (&scale)[Sets],
                           uint32_t (&code)[Slots][Plan::num_codebooks], float (&chosen)[Slots][8]) const {
 #pragma unroll

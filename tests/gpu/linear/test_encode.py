@@ -13,7 +13,7 @@ import torch
 
 from hf_vq import dispatch
 from hf_vq.backends.cuda import encode as cuda_encode
-from hf_vq.codegen.families.encode import BEAM, encode_plan
+from hf_vq.codegen.families.encode import BEAM, encode_plan, round_plan
 from hf_vq.codegen.jit.compiler import cubin
 from hf_vq.codegen.jit.device import device_arch
 from hf_vq.codegen.jit.kernel_store import default_store
@@ -21,7 +21,9 @@ from hf_vq.fit import fit_weight
 from hf_vq.formats import WEIGHT_SCHEMES, VQScheme, unpack_bits, weight_scheme
 from hf_vq.formats.lattice import e8p_decode, e8p_encode
 from hf_vq.formats.shared import universal_tensor
+from hf_vq.ops import round_weight
 from hf_vq.ops.reference import encode_weight as reference
+from hf_vq.ops.reference import round_weight as rounding_reference
 from hf_vq.ops.reference.encode_weight import FACTORS
 
 pytestmark = [
@@ -55,7 +57,11 @@ STEPS = 16  # of integer entries, in 1
 @pytest.fixture(scope="module", autouse=True)
 def compiled():
     """All kernels of this file, by all cores."""
-    plans = {
+    plans: set = {
+        round_plan(WEIGHT_SCHEMES[name], size)
+        for name, size in itertools.product((*CATALOGUE, "aqlm-2"), (32, 128))
+    }
+    plans |= {
         encode_plan(VQScheme.parse(spec), columns, candidates, refit)
         for (spec, _, columns), candidates, refit in itertools.product(
             CASES, (1, len(FACTORS)), (False, True)
@@ -255,6 +261,32 @@ def test_as_good_as_the_specification(name):
         values = (values * sizes.double()[..., None]).flatten(1)
         errors.append(float((rows - values).square().mean()))
     assert errors[0] == pytest.approx(errors[1], rel=2e-4)
+
+
+@pytest.mark.parametrize("size", [32, 128])
+@pytest.mark.parametrize("name", [*CATALOGUE, "aqlm-2"])
+def test_errors_are_passed_on_inside_of_blocks(name, size):
+    """Most codes are the specification's; tests/gpu/test_buckets.py compares with float64."""
+    scheme, _, book = given(weight_scheme(name).spec(), 1, 1152)
+    rows = torch.randn(131, 1152, device="cuda")
+    scale = (0.5 + torch.rand(131, 9, device="cuda")).half()
+    vector = torch.arange(size, device="cuda") // scheme.vector_size
+    feedback = 0.05 * torch.randn(1152 // size, size, size, device="cuda")
+    feedback *= vector[:, None] > vector
+    given_problem = dispatch.RoundWeightProblem("cuda", "float32", scheme.spec(), 256, 1152, size)
+    assert dispatch.select(given_problem).name == "cuda.round_weight"
+    found = round_weight(rows, scale, book, scheme, feedback)
+    expected = rounding_reference.round_weight(rows, scale, book, scheme, feedback)
+    assert found.shape == expected.shape
+    same = (found == expected).all(-1).float().mean()
+    assert same > 0.98  # after a tie, rows differ
+
+
+def test_codes_under_a_scale_of_zero_or_of_no_number_are_of_entries():
+    scheme, rows, book = given(WEIGHT_SCHEMES["vq-3"].spec(), 4, 128)
+    scale = torch.tensor([0.0, torch.inf, torch.nan, 1.0], device="cuda").half()[:, None]
+    codes = round_weight(rows, scale, book, scheme, torch.zeros(4, 32, 32, device="cuda"))
+    assert int(codes.min()) >= 0 and int(codes.max()) < book.shape[1]
 
 
 def test_groups_that_are_zero_huge_or_no_numbers():

@@ -15,7 +15,9 @@ from hf_vq.codegen.plan import (
     EncodePlan,
     LinearPlan,
     RotatePlan,
+    RoundPlan,
     Scope,
+    SearchPlan,
     render,
 )
 from tests.fixtures.codegen.kernel_templates import argument_fields, enumeration, plan_fields
@@ -35,6 +37,10 @@ LINEAR = LinearPlan(
 ENCODE = EncodePlan(
     threads=256, blocks_per_sm=2, vector_size=2, entry_bits=8, num_codebooks=1, scope=Scope.SHARED,
     group=128, beam=8, candidates=8, refit=True, lanes=32, slots=2, one_group=True,
+)  # fmt: skip
+ROUND = RoundPlan(
+    threads=128, blocks_per_sm=4, vector_size=2, entry_bits=8, num_codebooks=1, scope=Scope.SHARED,
+    beam=8, lanes=8, size=128,
 )  # fmt: skip
 DECODE_KV = DecodeKVPlan(
     threads=256, blocks_per_sm=4, out=Dtype.BFLOAT16, vector_size=2, entry_bits=8, dim=128,
@@ -57,14 +63,14 @@ def test_every_field_is_rendered_once_under_its_own_name():
     assert names == [field.name for field in dataclasses.fields(PLAN)]
 
 
-@pytest.mark.parametrize("plan", [PLAN, LINEAR, ENCODE, DECODE_KV, ROTATE])
+@pytest.mark.parametrize("plan", [PLAN, LINEAR, ENCODE, ROUND, DECODE_KV, ROTATE])
 def test_a_template_reads_every_field_and_no_other(plan):
     text = source(f"{plan.template}.cu")
     if isinstance(plan, DecodePlan):
         text += source("linear/codebook.cuh")
     if isinstance(plan, LinearPlan):
         text += source("linear/table.cuh") + source("primitives/hadamard.cuh")
-    if isinstance(plan, EncodePlan):
+    if isinstance(plan, SearchPlan):
         text += source("encode/nearest.cuh") + source("encode/nearest_e8p.cuh")
     assert plan_fields(text) == {field.name for field in dataclasses.fields(plan)}
 
@@ -76,7 +82,7 @@ def test_enumerations_have_the_same_names_in_the_source(kind):
 
 
 def test_arguments_are_those_of_the_source():
-    from hf_vq.backends.cuda.encode import EncodeArguments
+    from hf_vq.backends.cuda.encode import EncodeArguments, RoundArguments
     from hf_vq.backends.cuda.kv.prefill import DecodeKVArguments
     from hf_vq.backends.cuda.linear.arguments import LinearArguments
     from hf_vq.backends.cuda.linear.dequantize import DecodeArguments, RotateArguments
@@ -84,7 +90,7 @@ def test_arguments_are_those_of_the_source():
     for arguments, file in (
         (DecodeArguments, "linear/dequantize.cu"), (RotateArguments, "linear/rotate.cu"),
         (LinearArguments, "linear/linear.cu"), (EncodeArguments, "encode/encode.cu"),
-        (DecodeKVArguments, "kv/dequantize_kv.cu"),
+        (RoundArguments, "encode/round_rows.cu"), (DecodeKVArguments, "kv/dequantize_kv.cu"),
     ):  # fmt: skip
         found = [(name, getattr(arguments, name).size) for name, _ in arguments._fields_]
         assert found == argument_fields(source(file))

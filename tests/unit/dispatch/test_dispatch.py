@@ -20,7 +20,7 @@ ORDER = {
         "cpu.decode", "cuda.decode_integers", "cuda.decode", "two_passes.decode", "reference",
     ],
     "encode_weight": ["cuda.encode_weight", "cpu.encode_weight", "reference"],
-    "round_weight": ["cpu.round_weight", "reference"],
+    "round_weight": ["cuda.round_weight", "cpu.round_weight", "reference"],
     "encode": ["reference"],
     "rotate": ["cuda.rotate", "reference"],
     "kv_append": ["cuda.vq_store", "cuda.vq_append", "cpu.vq_append", "reference"],

@@ -12,8 +12,9 @@ from hf_vq.formats import WEIGHT_SCHEMES, weight_scheme
 from hf_vq.formats.packing import unpack_bits
 from hf_vq.formats.shared import universal_tensor
 from hf_vq.ops.reference import encode_weight as specification
-from hf_vq.ops.reference.encode_weight import FACTORS
+from hf_vq.ops.reference.encode_weight import FACTORS, Assigner
 from hf_vq.ops.reference.round_weight import round_weight
+from tests.fixtures.rounding import left_by_errors
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=library.why_not())
 
@@ -112,13 +113,8 @@ def test_errors_are_passed_on_inside_of_blocks(name, shape, size, isa):
     scale = (0.5 + torch.rand(n, length // scheme.group(length))).half()
     codes = encode.round_weight(rows, scale, book, scheme, feedback)
     assert codes.shape == (n, length // width, 1)
-    entries = book[0].double()[codes[..., 0].long()].reshape(n, blocks, size)
-    unit = scale.double().repeat_interleave(scheme.group(length), 1).reshape(n, blocks, size)
-    # e = left - entry scale with left = rows + F e, so (1 - F) e = rows - entry scale
-    apart = (rows.double().reshape(n, blocks, size) - entries * unit).transpose(0, 1).mT
-    eye = torch.eye(size, dtype=torch.float64)
-    errors = torch.linalg.solve_triangular(eye - feedback.double(), apart, upper=False)
-    left = errors.mT.transpose(0, 1) + entries * unit
+    assigner = Assigner(book, scheme)
+    left, unit = left_by_errors(rows, scale, assigner, scheme, feedback, codes)
     vectors = (left / unit).reshape(-1, width)
     assert is_nearest(vectors, codes.flatten(), book[0].double())
     same = round_weight(rows, scale, book, scheme, feedback)

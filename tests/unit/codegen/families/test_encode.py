@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_vq.codegen.families import encode as choose_encode
-from hf_vq.codegen.families.encode import encodable, encode_plan
+from hf_vq.codegen.families.encode import encodable, encode_plan, round_plan, roundable
 from hf_vq.codegen.jit.device import ARCHES
 from hf_vq.codegen.plan import Scope
 from hf_vq.formats import WEIGHT_SCHEMES, VQScheme, weight_scheme
@@ -51,6 +51,18 @@ def test_every_universal_scheme_is_encoded_on_every_gpu(name, columns):
     assert plan.num_codebooks == scheme.streams and plan.group == 128
 
 
+@pytest.mark.parametrize("size", [32, 64, 128, 256])
+@pytest.mark.parametrize(
+    "name", [n for n, s in WEIGHT_SCHEMES.items() if s.codebook == "universal"]
+)
+def test_every_universal_scheme_is_rounded_on_every_gpu(name, size):
+    scheme = weight_scheme(name)
+    assert all(roundable(scheme, size, arch) is None for arch in ARCHES.values())
+    plan = round_plan(scheme, size)
+    assert plan.threads % 32 == 0 and 32 % plan.lanes == 0
+    assert plan.shared_bytes == plan.tables_bytes + 4 * plan.rows * (size + plan.lanes)
+
+
 def test_the_kernel_follows_as_many_as_the_specification():
     assert choose_encode.BEAM == encode_weight.BEAM
 
@@ -70,3 +82,12 @@ def test_the_kernel_follows_as_many_as_the_specification():
 )
 def test_what_is_not_encoded_says_why(scheme, columns, reason):
     assert reason in encodable(scheme, columns, ARCHES["sm_90a"])
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "reason"),
+    [("gptvq-2", 128, "per tile"), ("quip-sharp-2", 20, "whole vectors"),
+     ("vq-4", 8192, "shared memory"), ("aqlm-3", 128, "shared memory")],
+)  # fmt: skip
+def test_what_is_not_rounded_says_why(name, size, reason):
+    assert reason in roundable(weight_scheme(name), size, ARCHES["sm_90a"])

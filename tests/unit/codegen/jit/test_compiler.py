@@ -9,7 +9,7 @@ from hf_vq.codegen.__main__ import _plans, main
 from hf_vq.codegen.families import linear as choose_linear
 from hf_vq.codegen.families.dequantize import DecodeProblem, choose, rotate_plan
 from hf_vq.codegen.families.dequantize_rotated import dense_plan
-from hf_vq.codegen.families.encode import encodable, encode_plan
+from hf_vq.codegen.families.encode import encodable, encode_plan, round_plan, roundable
 from hf_vq.codegen.jit import compiler
 from hf_vq.codegen.jit.device import ARCHES
 from hf_vq.codegen.jit.kernel_store import Store
@@ -61,6 +61,7 @@ def test_the_matrix_compiles_into_the_store(arch, tmp_path, capsys):
     assert sum(" w4a8 " in line for line in lines) >= 6
     assert sum(" w4a8_wgmma" in line for line in lines) >= (3 if arch == "sm_90a" else 0)
     assert sum(" encode" in line for line in lines) == 8
+    assert sum(" round" in line for line in lines) == 7
     assert sum(" wide" in line for line in lines) >= (16 if arch == "sm_90a" else 0)
     assert all(line.startswith(arch) and line.endswith("  0 local") for line in lines)
     assert len(list(tmp_path.glob("*.kernel"))) == len(lines)
@@ -104,6 +105,15 @@ def test_odd_schemes_encoded(spec, columns, candidates, refit):
     scheme = VQScheme.parse(spec)
     assert encodable(scheme, columns, ARCHES["sm_80"]) is None
     checked(encode_plan(scheme, columns, candidates, refit), "sm_80")
+
+
+@pytest.mark.parametrize("size", [16, 128])
+@pytest.mark.parametrize("spec", ["vq1x3r1-tensor-g16-none", "vq16x5r1-tensor-g16-none",
+                                  "vq8x16r2-e8p-g0-none", "vq16x8r2-tensor-g0-none"])  # fmt: skip
+def test_odd_schemes_rounded(spec, size):
+    scheme = VQScheme.parse(spec)
+    assert roundable(scheme, size, ARCHES["sm_80"]) is None
+    checked(round_plan(scheme, size), "sm_80")
 
 
 @pytest.mark.parametrize("diagonal", Diagonal)
