@@ -14,40 +14,36 @@ from ..records import read_record
 from .provenance import source
 
 SUBJECTS = {
-    "checkpoints": "mutated checkpoints, loaded whole",
-    "own_checks": "mutated checkpoints, own checks alone",
-    "caches": "mutated files of caches",
-    "codebooks": "mutated KV codebooks",
-    "published": "mutated checkpoints of other projects, converted and loaded",
-    "pickles": "hostile and damaged pickles",
-    "c_api": "problems of the C API, all instruction sets",
-    "sequences": "random caches against `DynamicCache`",
-    "kills": "kills at file events",
-    "threads": "threads that share a model",
-    "numerics": "hostile numbers",
+    "checkpoints": "checkpoints",
+    "own_checks": "checkpoints, hf_vq's checks alone",
+    "caches": "cache files",
+    "codebooks": "KV codebooks",
+    "published": "published checkpoints",
+    "pickles": "pickles",
+    "c_api": "C API problems",
+    "sequences": "cache sequences",
+    "kills": "kills",
+    "threads": "threads",
+    "numerics": "numbers",
 }
 """What is attacked, by the names of `scripts/fuzz`."""
 
 
 def campaign() -> str:
-    """Tries of every fuzzing subject, and findings."""
+    """Tries of every fuzzing subject, and what was found."""
     record = read_record("fuzz")
     if record is None:
         return 'Not measured yet: `make fuzz SECONDS=36000 ARGS="--out RECORD"`.'
     found = record["results"]["rows"]
-    faults = ("crashes", "hangs", "findings")
-    subjects = dict.fromkeys(row["name"] for row in found)
-    shown = {f"all {len(subjects)} subjects": found}
-    shown |= {
-        f"of them: {SUBJECTS.get(name, name)}": [row for row in found if row["name"] == name]
-        for name in subjects
-        if any(row[kind] for row in found if row["name"] == name for kind in faults)
-    }
-    rows = [
-        [name, *(f"{sum(row[key] for row in some):,}" for key in ("tried", *faults))]
-        for name, some in shown.items()
-    ]
-    head = ["what", "tried", "crashes", "hangs", "other findings"]
+    names = dict.fromkeys(row["name"] for row in found)
+    rows = []
+    for name in names:
+        some = [row for row in found if row["name"] == name]
+        faults = sum(row[key] for row in some for key in ("crashes", "hangs", "findings"))
+        rows.append(
+            [SUBJECTS.get(name, name), f"{sum(row['tried'] for row in some):,}", str(faults)]
+        )
+    head = ["attacked", "tries", "faults"]
     return f"{markdown_table(head, rows)}\n\n{source(record)}"
 
 
@@ -75,6 +71,7 @@ def soak() -> str:
         for row in record["results"]["rows"]
         for kind, name in (
             ("rss", "process"),
+            ("gpu", "tensors on the GPU"),
             ("gpu_driver", "GPU"),
         )
         if f"{kind}_begin" in row
@@ -127,11 +124,14 @@ def sanitizers() -> str:
     head = ["tool", "kernels", "problems", "errors", "left out"]
     notes = [f"{count:,} times: {note}." for note, count in record["results"]["notes"].items()]
     what = f"Compute-sanitizer: {record['settings']['sanitizer'].partition(' (')[0]}."
-    earlier = [
-        " on ".join(filter(None, (run["revision"][:7], run["gpu"])))
-        for run in record["settings"]["runs"]
+    earlier: dict[str, list[str]] = {}
+    for run in record["settings"]["runs"]:
+        earlier.setdefault(run["gpu"] or "", []).append(run["revision"][:7])
+    parts = [
+        " on ".join(filter(None, (", ".join(dict.fromkeys(revisions)), gpu)))
+        for gpu, revisions in earlier.items()
     ]
-    notes += [f"In part at {', '.join(dict.fromkeys(earlier))}."] if earlier else []
+    notes += [f"In part at {'; '.join(parts)}."] if parts else []
     return f"{markdown_table(head, rows)}\n\n{' '.join([what, *notes, source(record)])}"
 
 

@@ -15,17 +15,25 @@ import models
 import torch
 from caches import dense_model, learned
 from campaign import Finding
+from torch import nn
 
-from hf_vq import VQCache
+from hf_vq import VQCache, VQConfig, quantize_model, save_quantized
 from hf_vq.cli import main
 from hf_vq.codegen.jit.kernel_store import Store
 from hf_vq.errors import VQFormatError
+from hf_vq.evaluation.score import Score
 from hf_vq.hf.checkpoint import atomic_dir as saving
+from hf_vq.hf.checkpoint.save import save_evaluation
 from tests.fixtures import published_models
 
 Call = Callable[[Path], None]
 Contents = dict[str, bytes]
 FOLDER = b"a folder"
+MEASURED = {
+    "model": "dense", "text": "a text", "text_sha256": "0" * 16, "tokens": 8, "context": 8,
+    "hf_vq": "0.1.0", "date": "2026-01-01",
+    **Score(2.0, 1.0, 0.1, 0.01, 0.001, 0.1, 99.0, 0.5, 1.0).to_dict(),
+}  # fmt: skip
 
 
 @dataclass
@@ -172,12 +180,43 @@ def scenarios(folder: Path) -> list[Scenario]:
             Scenario(name, verb(*arguments), forced, resumes=resumes),
             Scenario(f"{name} --force", forced, forced, before, resumes=resumes),
         ]
-    here = inside_of(verb(*quantize, "--force"))
-    found.append(Scenario("quantize into the working directory", here, here, before, inside=True))
+        here, name = inside_of(forced), f"{name} into the working directory"
+        found.append(Scenario(name, here, here, before, inside=True, resumes=resumes))
     forced = verb(*of_cache, "--force")
     found.append(Scenario("calibrate --kv", verb(*of_cache), forced))
     found.append(Scenario("calibrate --kv --force", forced, forced, before))
-    return found + files(folder)
+    return found + in_memory(folder, before) + exports(made["vq-4"], before) + files(folder)
+
+
+def in_memory(folder: Path, before: Path) -> list[Scenario]:
+    """Scenarios of modules that are no models of Transformers, and of what was measured."""
+    module = quantize_model(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), VQConfig("vq-3"))
+    there = folder / "module"
+    (there / "out").mkdir(parents=True)
+    (there / "out" / "notes.txt").write_text("mine")
+
+    def saved(work: Path) -> None:
+        save_quantized(module, work / "out")
+
+    def measured(work: Path) -> None:
+        save_evaluation(models.load(work / "out"), work / "out", MEASURED)
+
+    return [
+        Scenario("save_quantized", saved, saved),
+        Scenario("save_quantized over files", saved, saved, there),
+        Scenario("save_evaluation", measured, measured, before, several=True),
+    ]
+
+
+def exports(model: Path, before: Path) -> list[Scenario]:
+    """Scenarios of `hf-vq export`."""
+    found = []
+    for kind in ("dense", "gptq"):
+        export = ["export", str(model), "OUT", "--to", kind, "--no-kld"]
+        forced = verb(*export, "--force")
+        found.append(Scenario(f"export --to {kind}", verb(*export), forced))
+        found.append(Scenario(f"export --to {kind} --force", forced, forced, before))
+    return found
 
 
 def files(folder: Path) -> list[Scenario]:

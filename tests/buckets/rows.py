@@ -32,8 +32,7 @@ from hf_vq.ops.codes import encode_weight, rotate, round_weight
 from hf_vq.ops.library import parse
 from hf_vq.ops.reference import codes as reference
 from hf_vq.ops.reference.encode_weight import FACTORS, Assigner
-from tests.fixtures.random_weights import random_tensors
-from tests.fixtures.rounding import left_by_errors
+from tests.fixtures.random_weights import left_by_errors, random_tensors
 
 from .append import SCHEMES
 from .caches import scales_of

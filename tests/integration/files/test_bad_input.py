@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from hf_vq.errors import VQConfigError, VQFormatError, VQSchemeError
+from hf_vq.errors import VQConfigError, VQError, VQFormatError, VQSchemeError
 from hf_vq.formats import VQScheme
 from hf_vq.hf import VQConfig
 from hf_vq.hf.config import FORMAT_VERSION
@@ -307,3 +308,37 @@ def test_without_the_plugin_loading_fails_loudly(quantized, run_python):
     )
     shown = run_python(code, HF_VQ_AUTOLOAD="0").splitlines()
     assert shown == ["stopped True"] * len(folders)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [["hf_vq"], {"a": 1}, 7, None, "[" * 3000],
+    ids=["list", "dict", "number", "null", "nested"],
+)
+@pytest.mark.parametrize("place", ["quant_method", "quantization_config"])
+def test_a_config_that_transformers_reads_first(entry, place, broken):
+    """Transformers looks the method up before hf_vq is asked: an error of either, and no model."""
+    folder = broken(lambda config: None, "config.json")
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    where = config if place == "quantization_config" else config["quantization_config"]
+    where[place] = "ENTRY"
+    text = entry if isinstance(entry, str) else json.dumps(entry)
+    path.write_text(json.dumps(config).replace('"ENTRY"', text))
+    kinds = (VQError, TypeError, AttributeError, ValueError, OSError, RuntimeError)
+    with pytest.raises(kinds):
+        LOAD(folder)
+
+
+def test_a_pattern_in_a_file_takes_no_time(quantized, tmp_path):
+    """The expression would be matched for minutes."""
+    folder = tmp_path / "hostile"
+    shutil.copytree(quantized("llama", "turboquant-4+4"), folder)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"]["pass2"] = {"([a-z_0-9.]+)+\\!": "offload"}
+    path.write_text(json.dumps(config))
+    start = time.process_time()
+    with pytest.raises(VQConfigError, match="never stored"):
+        LOAD(folder)
+    assert time.process_time() - start < 10

@@ -14,7 +14,7 @@ from hf_vq.formats.shared import universal_tensor
 from hf_vq.ops.reference import encode_weight as specification
 from hf_vq.ops.reference.encode_weight import FACTORS, Assigner
 from hf_vq.ops.reference.round_weight import round_weight
-from tests.fixtures.rounding import left_by_errors
+from tests.fixtures.random_weights import left_by_errors
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=library.why_not())
 
