@@ -334,9 +334,9 @@ def _plans(schemes: dict[str, VQScheme], arch: str, dtypes: list[Dtype]) -> list
         if encode.encodable(scheme, _SHAPE[1], named_arch(arch)) is None:
             encoding = encode.encode_plan(scheme, _SHAPE[1], _CANDIDATES, True)
             found.setdefault(encoding, f"encode {name}")
-            if scheme.rotation != "none":  # as block-LDLQ rounds rows
-                rounding = encode.round_plan(scheme, scheme.block(_SHAPE[1]))
-                found.setdefault(rounding, f"round {name}")
+        chunk = min(scheme.block(_SHAPE[1]), scheme.group(_SHAPE[1]))  # of block-LDLQ
+        if scheme.rotation != "none" and not encode.roundable(scheme, chunk, named_arch(arch)):
+            found.setdefault(encode.round_plan(scheme, chunk), f"round {name}")
         for dtype in dtypes:
             decoding = decode.DecodeProblem(scheme, *_SHAPE, dtype, named_arch(arch))
             found.setdefault(decode.choose(decoding), f"decode {name} {dtype.value}")

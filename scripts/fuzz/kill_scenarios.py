@@ -83,7 +83,8 @@ class Scenario:
             return "old"
         if self.inside and not load and any((work / "out").glob(".hf_vq-*/commit")):
             return "being finished"
-        if self.several and all(now[name] in (old.get(name), new.get(name)) for name in now):
+        names = {**old, **new, **now}
+        if self.several and all(now.get(n) in (old.get(n), new.get(n)) for n in names):
             return "some new"
         changed = [name for name in {**old, **now} if now.get(name) != old.get(name)]
         raise Finding("half a state", f"{where}: {changed}")

@@ -290,7 +290,7 @@ def round_rows(scheme: VQScheme, rows: int, size: int) -> None:
     codes = cuda_encode.round_weight(values, scale, there["codebook"], scheme, feedback)
     entries = Assigner(there["codebook"], scheme).entries(codes.flatten(0, 1).long())
     error = ((entries.view_as(values) - values).norm() / values.norm()).item()
-    assert error < 1.4, f"relative error {error}"  # as of `encode`
+    assert error < 1.2, f"relative error {error}"  # 1.0 with two random entries
 
 
 MAKERS = {"linear_wgmma": many_tokens, "linear": few_tokens, "together": several_matrices,

@@ -15,7 +15,7 @@ from ...codegen.families.encode import encode_plan, round_plan
 from ...codegen.jit.device import device_arch
 from ...codegen.jit.kernel_store import default_store
 from ...codegen.jit.launch import LoadedKernel
-from ...codegen.plan import EncodePlan, RoundPlan
+from ...codegen.plan import EncodePlan, RoundPlan, SearchPlan
 from ...dispatch import Implementation
 from ...errors import VQFormatError
 from ...formats.packing import packed_size
@@ -84,8 +84,9 @@ def encode_weight(
     """
     count, in_features = rows.shape
     _check(codebook, scheme)
-    groups = count * (in_features // scheme.group(in_features))
-    scale = torch.empty(groups, dtype=torch.float16, device=rows.device)
+    of_row = in_features // scheme.group(in_features)
+    groups = count * of_row
+    scale = torch.empty(count, of_row, dtype=torch.float16, device=rows.device)
     vectors = count * (in_features // scheme.vector_size)
     # Whole words: a warp writes the codes of all its lanes.
     words = -(-vectors // _WARP) * scheme.entry_bits * scheme.streams
@@ -96,7 +97,7 @@ def encode_weight(
         warps = plan.threads // _WARP * plan.groups_of_warp
         rows, codebook = _ready(rows, torch.float32), _ready(codebook, torch.float16)
         kernel(
-            min(-(-groups // warps), plan.blocks_per_sm * device_arch(ordinal).sms),
+            _blocks(-(-groups // warps), plan, ordinal),
             torch._C._cuda_getCurrentRawStream(ordinal),
             rows.data_ptr(),
             codebook.data_ptr(),
@@ -108,7 +109,7 @@ def encode_weight(
         )
     stream = packed_size(in_features // scheme.vector_size, scheme.entry_bits) * scheme.streams
     packed = codes.view(torch.uint8)[: count * stream].view(count, stream)
-    return packed, scale.view(count, -1)
+    return packed, scale
 
 
 def round_weight(
@@ -117,20 +118,30 @@ def round_weight(
     """`ops.round_weight`; codes agree with its specification up to rounding.
 
     Raises:
-        VQFormatError: the codebook is not one of the scheme. A kernel would read what is not there.
+        VQFormatError: the codebook is not one of the scheme, or scales or feedback are not of whole
+            blocks. A kernel would read what is not there.
     """
     _check(codebook, scheme)
     count, in_features = rows.shape
-    size, vectors = feedback.shape[-1], in_features // scheme.vector_size
-    codes = torch.empty(count, vectors, scheme.streams, dtype=torch.int32, device=rows.device)
+    size, groups = feedback.shape[-1], scale.shape[-1]
+    fits = in_features % size == 0 and in_features % groups == 0
+    fits = fits and in_features // groups % size == 0 and scale.shape == (count, groups)
+    if not fits or feedback.shape != (in_features // size, size, size):
+        raise VQFormatError(
+            f"rows {list(rows.shape)} need scales [rows, groups] and feedback [blocks, size, size] "
+            f"of whole blocks; got {list(scale.shape)} and {list(feedback.shape)}."
+        )
+    shape = count, in_features // scheme.vector_size, scheme.streams
+    codes = torch.empty(shape, dtype=torch.int32, device=rows.device)
     ordinal = rows.device.index
     with torch.cuda.device(rows.device):
         kernel, plan = _rounder(scheme, size, ordinal)
         rows, scale = _ready(rows, torch.float32), _ready(scale, torch.float32)
-        codebook, feedback = _ready(codebook, torch.float16), feedback.mT.contiguous()
+        codebook = _ready(codebook, torch.float16)
+        feedback = _ready(feedback.mT, torch.float32)
         tiles = -(-count // plan.rows) * (in_features // size)
         kernel(
-            min(tiles, plan.blocks_per_sm * device_arch(ordinal).sms),
+            _blocks(tiles, plan, ordinal),
             torch._C._cuda_getCurrentRawStream(ordinal),
             rows.data_ptr(),
             scale.data_ptr(),
@@ -139,9 +150,14 @@ def round_weight(
             codes.data_ptr(),
             count,
             in_features,
-            in_features // scale.shape[1],
+            in_features // groups,
         )
     return codes
+
+
+def _blocks(work: int, plan: SearchPlan, ordinal: int) -> int:
+    """Blocks of threads for so many pieces of work: at least one, and no more than run at once."""
+    return max(1, min(work, plan.blocks_per_sm * device_arch(ordinal).sms))
 
 
 def _check(codebook: Tensor, scheme: VQScheme) -> None:

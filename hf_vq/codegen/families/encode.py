@@ -9,6 +9,7 @@ from .dequantize import VECTOR_SIZES
 
 _THREADS = 256
 _ROUNDING_THREADS = 128
+_ROUNDING_BYTES = 72 << 10  # of rows in shared memory
 _WARP = 32
 BEAM = 8  # beam of the specification (hf_vq/ops/reference/encode_weight.py)
 _ROW_LANES = 8
@@ -29,7 +30,7 @@ def _searchable(scheme: VQScheme) -> str | None:
 def _too_large(needed: int, arch: Arch) -> str | None:
     if needed <= arch.shared_per_block:
         return None
-    return f"its codebook needs {needed} bytes of shared memory, of {arch.shared_per_block}"
+    return f"it needs {needed} bytes of shared memory, of {arch.shared_per_block}"
 
 
 def encodable(scheme: VQScheme, in_features: int, arch: Arch) -> str | None:
@@ -78,10 +79,13 @@ def roundable(scheme: VQScheme, size: int, arch: Arch) -> str | None:
 
 def round_plan(scheme: VQScheme, size: int) -> RoundPlan:
     """Plan of a roundable scheme for blocks of `size` columns; it is unique."""
+    threads = _ROUNDING_THREADS
+    while threads > _WARP and threads // _ROW_LANES * size * 4 > _ROUNDING_BYTES:
+        threads //= 2
     large = scheme.streams > 1 and scheme.vector_size > 8
     resident = 2 if large else 4  # leaves a thread 128 registers
     return RoundPlan(
-        _ROUNDING_THREADS, resident, scheme.vector_size, scheme.entry_bits, scheme.streams,
+        threads, resident, scheme.vector_size, scheme.entry_bits, scheme.streams,
         _scope(scheme), BEAM, _ROW_LANES, size,
     )  # fmt: skip
 

@@ -100,7 +100,7 @@ struct Entries {
 #pragma unroll
     for (int slot = 0; slot < Slots; ++slot) best[slot] = -infinity();
 #pragma unroll 1
-    for (int i = Lanes == 1 ? 0 : threadIdx.x % Lanes; i < fours; i += Lanes) {
+    for (int i = threadIdx.x % Lanes; i < fours; i += Lanes) {
       const Four some = four(i);
 #pragma unroll
       for (int slot = 0; slot < Slots; ++slot) {

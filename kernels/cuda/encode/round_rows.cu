@@ -4,7 +4,8 @@
 //     e_i = v_i - s q_i                q_i: the entry nearest to v_i / s
 //     v_j += feedback[j, i] e_i        for all columns j behind the vector
 //
-// Specification: hf_vq/ops/reference/round_weight.py. The lanes of a row share the entries of a search, then the columns:
+// Specification: hf_vq/ops/reference/round_weight.py. The lanes of a row share the entries of a search (of one codebook;
+// E8P and two codebooks are searched by every lane), then the columns:
 //
 //     row 0 | 0 1 2 .. 7 | 0 1 2 .. 7 | ..       v in shared memory; the number is the lane that updates a column
 //     row 1 | 0 1 2 .. 7 | 0 1 2 .. 7 | ..       lanes of one warp read the same feedback for all their rows
@@ -40,7 +41,6 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm)
     const int64_t read = exists ? row : a.n - 1;  // no lane may be absent from the shuffles of a search
     const int begin = int(tile / tiles) * size;
     const float scale[1] = {a.scale[read * (a.columns / a.group) + begin / a.group]};
-    __syncwarp();
     for (int j = lane; j < size; j += lanes) v[j] = a.rows[read * a.columns + begin + j];
     __syncwarp();
 #pragma unroll 1

@@ -17,6 +17,7 @@ from hf_vq.codegen.families.encode import BEAM, encode_plan, round_plan
 from hf_vq.codegen.jit.compiler import cubin
 from hf_vq.codegen.jit.device import device_arch
 from hf_vq.codegen.jit.kernel_store import default_store
+from hf_vq.errors import VQFormatError
 from hf_vq.fit import fit_weight
 from hf_vq.formats import WEIGHT_SCHEMES, VQScheme, unpack_bits, weight_scheme
 from hf_vq.formats.lattice import e8p_decode, e8p_encode
@@ -279,7 +280,7 @@ def test_errors_are_passed_on_inside_of_blocks(name, size):
     expected = rounding_reference.round_weight(rows, scale, book, scheme, feedback)
     assert found.shape == expected.shape
     same = (found == expected).all(-1).float().mean()
-    assert same > 0.98  # after a tie, rows differ
+    assert same > 0.998  # after a tie, rows differ
 
 
 def test_codes_under_a_scale_of_zero_or_of_no_number_are_of_entries():
@@ -287,6 +288,28 @@ def test_codes_under_a_scale_of_zero_or_of_no_number_are_of_entries():
     scale = torch.tensor([0.0, torch.inf, torch.nan, 1.0], device="cuda").half()[:, None]
     codes = round_weight(rows, scale, book, scheme, torch.zeros(4, 32, 32, device="cuda"))
     assert int(codes.min()) >= 0 and int(codes.max()) < book.shape[1]
+
+
+def test_no_rows():
+    scheme, rows, book = given(WEIGHT_SCHEMES["vq-4"].spec(), 1, 256)
+    none, feedback = rows[:0], torch.zeros(2, 128, 128, device="cuda")
+    codes = round_weight(none, torch.ones(0, 2, device="cuda"), book, scheme, feedback)
+    assert codes.shape == (0, 128, 1)
+    packed, scale = cuda_encode.encode_weight(none, book, scheme, FACTORS, True)
+    assert (packed.shape, scale.shape) == ((0, 128), (0, 2))
+
+
+def test_scales_and_feedback_of_other_blocks_are_refused():
+    scheme, rows, book = given(WEIGHT_SCHEMES["vq-4"].spec(), 4, 256)
+    for groups, shape in (
+        (4, (2, 128, 128)),
+        (2, (1, 128, 128)),
+        (2, (2, 96, 96)),
+        (3, (2, 128, 128)),
+    ):
+        scale, feedback = torch.ones(4, groups, device="cuda"), torch.zeros(shape, device="cuda")
+        with pytest.raises(VQFormatError, match="whole blocks"):
+            cuda_encode.round_weight(rows, scale, book, scheme, feedback)
 
 
 def test_groups_that_are_zero_huge_or_no_numbers():
