@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from hf_vq.codegen.families.kv_attention import (
     splits,
 )
 from hf_vq.codegen.jit.device import Arch
-from hf_vq.codegen.plan import Dtype
+from hf_vq.codegen.plan import Dtype, Plan
 from hf_vq.formats.catalog import KV_SCHEMES, TURBOQUANT_KV_SCHEMES, KVScheme
 from hf_vq.ops import KVCacheView, kv_attention
 
@@ -31,6 +31,7 @@ from .cover import Features, covering, first_sizes
 
 SCHEMES: dict[str, KVScheme] = KV_SCHEMES | TURBOQUANT_KV_SCHEMES
 ODD_DIMS = ((64, 96), (32, 48))  # of no model: not every kernel of them is run
+USUAL_DIMS = (128, 128)
 DIMS = (*((dim, dim) for dim in range(16, 257, 16)), (192, 128), *ODD_DIMS)
 PAGES = (64, 256)
 WINDOW, SINKS = 64, 4
@@ -39,6 +40,10 @@ LARGEST_BATCH, LONGEST, MOST_COLUMNS = 4096, 1 << 17, 128
 _SHARE = 4  # `cuda_attention._USUAL`: pages are chosen for so many times fewer than there may be
 _TURNS = 1000  # tokens that make each warp of a block take several steps, if the bucket has as many
 _SOFTCAP = 20.0
+# Fields of a plan that say how its tokens are coded, and how long they are.
+_CODED = {"one_codebook", *(f"{side}_{name}" for side in ("key", "value") for name in (
+    "vector_size", "entry_bits", "fused", "learned", "integers", "block"))}  # fmt: skip
+_LONG = {"key_dim", "value_dim", "key_block", "value_block"}
 Sizes = tuple[list[int], list[int]]
 
 
@@ -116,13 +121,13 @@ class AttentionCase:
             (plan.threads, plan.blocks_per_sm),
             (asked.groups, asked.tokens, bool(self.page)),
         )
-        usual, plain = self.dims == (128, 128), self.mask is Mask.NONE and not self.softcapped
-        plain = plain and not self.rotary
-        kernel = kernel_of(plan) if self.dims not in ODD_DIMS else None
+        usual, plain = self.dims == USUAL_DIMS, self.mask is Mask.NONE and not self.softcapped
+        run = must_run(plan) if self.dims not in ODD_DIMS else {}
         return {
-            "each kernel": kernel,
-            "each kernel of a plain call": kernel if plain else None,
+            **run,
+            **{f"{name} of a plain call": one if plain else None for name, one in run.items()},
             "each size of heads": (self.scheme, self.dims),
+            "each size of heads of a rotary mean": (self.dims, self.rotary),
             "each size of heads by queries": (self.dims, way),
             "each size of heads by block": (self.dims, block, plan.step_tiles, plan.pipeline_depth),
             "each block of a bucket": (self.scheme, bucket, block),
@@ -147,7 +152,10 @@ class AttentionCase:
         heads = self.heads * self.share
         query = torch.randn(self.rows, heads, self.queries, self.dims[0], device=device).to(dtype)
         cached = self._cached(dtype, device)
-        return query, caches.turning(cached) if self.rotary else cached, self._mask(device)
+        if self.rotary:
+            rows, heads, _, dim = cached.key.recent.shape  # of pages, all rows share a mean
+            cached = caches.turning(rows, heads, dim, device).added_to(cached)
+        return query, cached, self._mask(device)
 
     def _cached(self, dtype: torch.dtype, device: torch.device) -> KVCacheView:
         scheme = SCHEMES[self.scheme]
@@ -202,6 +210,30 @@ class AttentionCase:
         assert float(every) <= bound, f"the error is {float(every):.2e} of the norm"
 
 
+def must_run(plan: AttentionPlan) -> dict[str, Hashable]:
+    """What of a plan some problem must have: the kernel.
+
+    With a rotary mean there would be as many again. What it adds depends on queries, sizes and
+    blocks, not on how tokens are coded; so kernels of usual heads are run, and of the others every
+    one but for its scheme, and every one but for the size of its heads.
+    """
+    kernel = kernel_of(plan)
+    if not plan.rotary:
+        return {"each kernel": kernel}
+    found: dict[str, Hashable] = {
+        "each kernel of a rotary mean but for its scheme": _without(kernel, _CODED),
+        "each kernel of a rotary mean but for its heads": _without(kernel, _LONG),
+    }
+    if (plan.key_dim, plan.value_dim) == USUAL_DIMS:
+        found["each kernel of a rotary mean"] = kernel
+    return found
+
+
+def _without(plan: Plan, names: set[str]) -> Hashable:
+    values = {field.name: getattr(plan, field.name) for field in fields(plan)}
+    return tuple((name, value) for name, value in values.items() if name not in names)
+
+
 def cases(arch: Arch) -> list[AttentionCase]:
     """Problems that meet every kernel, and every pair of values of features that occurs."""
     return list(_cases(arch))
@@ -236,14 +268,16 @@ def every(arch: Arch) -> list[tuple[str, tuple[int, int]]]:
 def of_heads(name: str, dims: tuple[int, int], sizes: Sizes, arch: Arch) -> Iterator[AttentionCase]:
     """The smallest calls of a scheme and size of heads that choose each of its kernels: without
     mask and soft-cap for every bucket of queries of a kv head, of rows times kv heads and of
-    tokens, then with them, where the registers that they take leave another one."""
+    tokens, with and without a rotary mean, then with them, where the registers that they take leave
+    another one."""
     scheme, number = SCHEMES[name], 0
+    means = (False, True) if has_kernel(scheme, dims, arch, True) else (False,)
     for columns in _columns(scheme, dims, arch, _blocks_across).values():
-        for groups, tokens in itertools.product(*sizes):
-            number += 1
+        for groups, tokens, rotary in itertools.product(*sizes, means):
+            number += not rotary
             plain = replace(
                 _dealt(name, dims, columns, groups, tokens, False, number),
-                mask=Mask.NONE, softcapped=False,
+                mask=Mask.NONE, softcapped=False, rotary=rotary,
             )  # fmt: skip
             yield plain
             mask = (Mask.BOOL, Mask.FLOAT32)[number % 2]
@@ -255,9 +289,11 @@ def of_heads(name: str, dims: tuple[int, int], sizes: Sizes, arch: Arch) -> Iter
 
 def most_demanding(name: str, dims: tuple[int, int], arch: Arch) -> Iterator[AttentionCase]:
     """Calls that need the most registers, with every number of queries of a kv head."""
-    for number, columns in enumerate(_columns(SCHEMES[name], dims, arch, _several_blocks).values()):
+    scheme = SCHEMES[name]
+    rotary = has_kernel(scheme, dims, arch, True)
+    for number, columns in enumerate(_columns(scheme, dims, arch, _several_blocks).values()):
         case = _dealt(name, dims, columns, 2, 1, False, number)
-        yield replace(case, mask=Mask.FLOAT32, softcapped=True)
+        yield replace(case, mask=Mask.FLOAT32, softcapped=True, rotary=rotary)
 
 
 def _mixed(sizes: Sizes, arch: Arch) -> Iterator[AttentionCase]:

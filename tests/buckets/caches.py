@@ -5,6 +5,8 @@ What must not be read is poison: scales that are no numbers, pages that no memor
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -145,39 +147,63 @@ def pages(
     return layer.through(Table(table, lengths.to(device), longest), like)
 
 
-def turning(cached: KVCacheView) -> KVCacheView:
-    """The same cache with a rotary mean: one pair of channels of a head holds about 200, and the
+class Turning(NamedTuple):
+    """A rotary mean, and how it turns (`KVCacheView`)."""
+
+    mean: Tensor
+    inv_freq: Tensor
+    interleaved: bool
+    start: int
+
+    def added_to(self, cached: KVCacheView) -> KVCacheView:
+        """A cache whose keys have it."""
+        return cached._replace(
+            key_rotary_mean=self.mean, rotary_inv_freq=self.inv_freq,
+            rotary_interleaved=self.interleaved, rotary_start=self.start,
+        )  # fmt: skip
+
+    def at(self, positions: Tensor) -> Tensor:
+        """R_n m of tokens at `positions` [n], by complex numbers: [B, H, n, D] float64."""
+        mean, count = self.mean.double(), 2 * len(self.inv_freq)
+        shape = (-1, 2) if self.interleaved else (2, -1)
+        of_pair = -1 if self.interleaved else -2
+        one, other = mean[..., :count].unflatten(-1, shape).unbind(of_pair)
+        angle = (positions.double() + self.start)[:, None] * self.inv_freq.double()
+        both = torch.complex(one, other) * torch.polar(torch.ones_like(angle), angle)
+        parts = torch.stack([both.real, both.imag], of_pair).flatten(-2)
+        return torch.cat([parts, mean[..., count:].expand(*parts.shape[:-1], -1)], -1)
+
+
+def turning(rows: int, heads: int, dim: int, device: torch.device, size: float = 2.0) -> Turning:
+    """A random one: one pair of channels of a head holds about 200, others about `size`, and the
     last of several heads nothing, nor do pairs that do not turn; positions go up to 100,000 and
     more."""
-    (rows, heads, _, dim), device = cached.key.recent.shape, cached.key.codes.device
     partly, interleaved, start = (int(torch.randint(n, ())) for n in (2, 2, 100_001))
     pairs = dim // 2 if not partly else max(dim // 8 * 3 // 2, 1)
-    mean = 2 * torch.randn(rows, heads, 1, dim, device=device)
+    mean = size * torch.randn(rows, heads, 1, dim, device=device)
     mean[..., 1:2] = 200 * torch.rand(rows, heads, 1, 1, device=device)
     if heads > 1:
         mean[:, -1] = 0
     mean[..., 2 * pairs :] = 0
     steps = torch.arange(pairs, dtype=torch.float64, device=device) / pairs
-    return cached._replace(
-        key_rotary_mean=mean, rotary_inv_freq=(10_000.0**-steps).float(),
-        rotary_interleaved=bool(interleaved), rotary_start=start,
-    )  # fmt: skip
+    return Turning(mean, (10_000.0**-steps).float(), bool(interleaved), start)
+
+
+def turning_of(cached: KVCacheView) -> Turning | None:
+    """What keys of a cache have, if anything."""
+    mean, inv_freq = cached.key_rotary_mean, cached.rotary_inv_freq
+    if mean is None or inv_freq is None:
+        return None
+    return Turning(mean, inv_freq, cached.rotary_interleaved, cached.rotary_start)
 
 
 def turned(cached: KVCacheView, tokens: int, rows: slice) -> Tensor | float:
-    """R_n m of the first tokens, by complex numbers: [B, H, n, D] float64; 0 without."""
-    mean, inv_freq = cached.key_rotary_mean, cached.rotary_inv_freq
-    if mean is None or inv_freq is None:
+    """R_n m of the first tokens: [B, H, n, D] float64; 0 without."""
+    means = turning_of(cached)
+    if means is None:
         return 0.0
-    count = 2 * len(inv_freq)
-    mean = mean[rows if len(mean) > 1 else slice(0, 1)].double()
-    shape = (-1, 2) if cached.rotary_interleaved else (2, -1)
-    one, other = mean[..., :count].unflatten(-1, shape).unbind(-1 if shape[1] == 2 else -2)
-    position = torch.arange(tokens, dtype=torch.float64, device=mean.device) + cached.rotary_start
-    angle = position[:, None] * inv_freq.double()
-    both = torch.complex(one, other) * torch.polar(torch.ones_like(angle), angle)
-    parts = torch.stack([both.real, both.imag], -1 if shape[1] == 2 else -2).flatten(-2)
-    return torch.cat([parts, mean[..., count:].expand(*parts.shape[:-1], -1)], -1)
+    means = means._replace(mean=means.mean[rows if len(means.mean) > 1 else slice(0, 1)])
+    return means.at(torch.arange(tokens, device=means.mean.device))
 
 
 def largest_value(cached: KVCacheView) -> Tensor:

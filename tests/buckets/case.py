@@ -46,7 +46,7 @@ class Case(Protocol):
 
 
 _GIVEN = {"mask": Mask.NONE, "softcapped": False, "page": 0, "centred": False, "aligned": True,
-          "matrices": 1, "rotary": False}  # fmt: skip
+          "matrices": 1}  # fmt: skip
 
 
 def kernel_of(plan: Plan) -> Plan:

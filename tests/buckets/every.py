@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from hf_vq.codegen.jit.device import Arch
 
-from . import append, attention, linear, rows, vptq, w4a8
+from . import append, attention, linear, rows, store, vptq, w4a8
 from .case import Case
 
 Maker = Callable[[Arch], Sequence[Case]]
@@ -20,6 +20,7 @@ CASES: dict[str, Maker] = {
     },
     "w4a8": w4a8.cases,
     "append": append.cases,
+    "store": store.cases,
     "vptq": vptq.cases,
     "rows": rows.cases,
 }
@@ -33,6 +34,7 @@ DOMAINS: dict[str, Maker] = {
     },
     "w4a8": w4a8.domain,
     "append": append.domain,
+    "store": store.domain,
     "vptq": vptq.domain,
     "rows": rows.domain,
 }

@@ -28,7 +28,7 @@ pytestmark = [
 ]
 
 PARTS = {"attention": 120, "linear-turboquant-1": 30, "linear-turboquant-1+1": 30, "append": 15,
-         "rows": 15, "w4a8": 20}  # fmt: skip
+         "store": 10, "rows": 15, "w4a8": 20}  # fmt: skip
 SEVERAL = [(kernel, part) for kernel in CASES for part in range(PARTS.get(kernel, 6))]
 HOPPER = named_arch("sm_90a")  # has kernels for all that any GPU has
 

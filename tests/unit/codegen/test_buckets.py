@@ -16,6 +16,8 @@ from hf_vq.codegen.families import kv_attention as choose_attention
 from hf_vq.codegen.jit.device import ARCHES, named_arch
 from tests.buckets import attention as attention_buckets
 from tests.buckets import linear as linear_buckets
+from tests.buckets import store as store_buckets
+from tests.buckets.attention import SCHEMES, has_kernel
 from tests.buckets.case import kernel_of
 from tests.buckets.cover import covering, first_sizes, met
 from tests.buckets.every import CASES, DOMAINS
@@ -59,8 +61,8 @@ def test_every_bucket_has_a_problem_that_launches_its_kernel(kernel, monkeypatch
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("kernel", PROBLEMS)
 def test_random_problems_launch_what_problems_of_buckets_run(kernel, seed, monkeypatch):
-    """Of attention whole kernels; of others, whose plans depend on every size of a layer, every
-    value of a plan."""
+    """Of caches whole kernels, as far as `must_run` of a plan says; of others, whose plans depend
+    on every size of a layer, every value of a plan."""
     rng, lost, launched = random.Random(f"{kernel} {seed}"), {}, 0
     if not CASES[kernel](HOPPER):
         pytest.skip("no kernel on a GPU")
@@ -87,11 +89,16 @@ def values_of(kernel, case, plan):
     """What of a plan must be run by a problem of a bucket."""
     if kernel == "attention":
         plain = case.mask is Mask.NONE and not case.softcapped
-        return {(False, kernel_of(plan)), (plain, kernel_of(plan))}
+        return {
+            (mask, *one) for one in attention_buckets.must_run(plan).items()
+            for mask in (False, plain)
+        }  # fmt: skip
+    if kernel == "store":
+        return set(store_buckets.must_run(plan).items())
     return {
         (plan.kernel, name, value)
         for name, value in linear_buckets.of_plan(kernel_of(plan)).items()
-        if name != "each kernel" and name not in SIZES
+        if kernel == "append" or (name != "each kernel" and name not in SIZES)
     }
 
 
@@ -108,6 +115,8 @@ def test_random_attention_on_other_gpus(name):
         known = {kernel_of(one.plan(arch)) for one in some}
         for _ in range(20):
             case = replace(attention(rng, arch), scheme=scheme, dims=dims)
+            turns = case.rotary and has_kernel(SCHEMES[scheme], dims, arch, True)
+            case = replace(case, rotary=turns)
             assert kernel_of(case.plan(arch)) in known, f"{case.name} on {name}"
 
 
