@@ -24,6 +24,7 @@ from ..errors import VQCalibrationError, VQConfigError, VQFormatError
 from ..fit import FittedWeight, fixed_tensors
 from ..fit.block_ldlq import BlockFeedback, width_of
 from ..fit.input_scale import input_scale
+from ..fit.tiles import multiplied_by_tiles
 from ..formats.catalog import LinearScheme
 from ..formats.scheme import VQScheme
 from ..formats.stored_weight import rotation_of
@@ -277,7 +278,8 @@ class ActivationPass:
 
     def _blocks(self, model: Any, sequences: Tensor) -> Blocks | WholeModel:
         batches = halved_batches(sequences, _AT_ONCE)
-        halves = model.dtype.itemsize < 4 and place_of(model).type == "cpu"
+        slow = model.dtype.itemsize < 4 and model.dtype is not multiplied_by_tiles()
+        halves = slow and place_of(model).type == "cpu"
         for dtype in (torch.float32, None) if halves else (None,):
             try:
                 if self.prefix and batches:

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 from transformers.utils import logging
 
 from ..errors import VQCalibrationError
+from ..fit.tiles import multiplied_by_tiles
 from ..nn.replace import vq_modules
 from .offload import free_memory, in_memory, place_of
 from .targets import Target
@@ -59,7 +60,7 @@ class Blocks:
         prefix: name of their list in `model`.
         sequences: token ids [sequences, tokens] to embed, in order; or batches of them
             [some, tokens], all of one size.
-        dtype: what embeddings are converted to, and each block while it runs: CPUs compute in
+        dtype: what embeddings are converted to, and each block while it runs: most CPUs compute in
             float32 several times faster than in 16 bits. None = that of the model.
 
     Attributes:
@@ -323,7 +324,7 @@ def in_float32(model: nn.Module) -> Iterator[bool]:
     if (
         not halves
         or platform.machine().lower() not in ("x86_64", "amd64")
-        or any(p.device.type != "cpu" or p.dtype is _multiplied_by_tiles() for p in halves)
+        or any(p.device.type != "cpu" or p.dtype is multiplied_by_tiles() for p in halves)
         or have is None
         or 4 * sum(p.numel() for p in halves) > have // 2
     ):
@@ -337,12 +338,6 @@ def in_float32(model: nn.Module) -> Iterator[bool]:
     finally:
         for parameter, data in zip(halves, stored, strict=True):
             parameter.data = data
-
-
-def _multiplied_by_tiles() -> torch.dtype | None:
-    """bfloat16 on a CPU with AMX, which multiplies it faster than float32; else None."""
-    has_tiles = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    return torch.bfloat16 if has_tiles() else None
 
 
 def _hidden_of(result: Any) -> Tensor:

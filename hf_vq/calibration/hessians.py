@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..fit.block_ldlq import padded
+from ..fit.tiles import rounded_products
 from ..nn.experts import expert_output, holds_experts, projections_of, routed
 from .blocks import Blocks, find_blocks, replace_forward
 
@@ -60,7 +61,8 @@ class Site:
             self.unseen_tokens += count
         if self.total.ndim == 5:
             blocks = padded(rows, self.total.shape[-1]).transpose(0, 1)
-            self.total[expert, half].baddbmm_(blocks.transpose(1, 2), blocks)
+            with rounded_products():  # far more exact than so few inputs
+                self.total[expert, half].baddbmm_(blocks.transpose(1, 2), blocks)
         else:
             self.total[expert].addmm_(rows.T, rows)
         self.tokens[expert] += len(rows)

@@ -172,11 +172,13 @@ def fit_target(
             **known,
             **options,
         )
+        if not target.fused:
+            return fitted
         norm = float(torch.linalg.vector_norm(matrix, dtype=torch.float32)) ** 2
         feedback = known.get("feedback")
         energy = 0.0 if feedback is None else feedback.reported_energy(matrix)
         found.append((fitted, norm, energy))
-    return found[0][0] if not target.fused else _stacked(found)
+    return _stacked(found)
 
 
 def decoded(

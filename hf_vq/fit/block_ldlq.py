@@ -7,7 +7,10 @@ moments between different inputs count for less than half, and for less still wh
 the tokens disagree. Blocks of at most WIDTH inputs bound what long rows cost.
 
     chunk 0   chunk 1   chunk 2     a chunk of columns is rounded in all blocks at once
-    >>>>>>>|->>>>>>>>|->>>>>>>>     (`ops.round_weight`); its errors are passed on to the next ones
+    >>>>>>>|->>>>>>>>|->>>>>>>>     (`ops.round_weight`), after the errors of those before it
+
+With H = V V^T, V upper triangular, that is the sum of |E V|^2, and what chunk c adds to it is
+E_c V_cc and the errors before it times V: H is not inverted.
 """
 
 from __future__ import annotations
@@ -64,7 +67,8 @@ class BlockFeedback:
 
     Attributes:
         correlation: factor of the moments between different inputs of each block [blocks].
-        upper: U of each block with (rotated H)^-1 = U^T U, [blocks, size, size] float32.
+        factor: V of each block with rotated H = V V^T, upper triangular, [blocks, size, size]
+            float32.
         chunk: columns that are rounded at once: a rotation's block, or a group with one scale if
             that is less.
 
@@ -84,13 +88,14 @@ class BlockFeedback:
         in_features: int | None = None,
         where: str = "layer",
     ) -> None:
-        if not bool(moments.isfinite().all()):
+        *_, count, size, _ = moments.shape
+        # An input that is not finite shows in its own moment.
+        if not bool(moments.diagonal(dim1=-2, dim2=-1).isfinite().all()):
             raise VQCalibrationError(
                 f"the inputs of {where} hold NaN or infinity. Load the model in bfloat16 or "
                 "float32, or quantize it with VQConfig(activations=None)."
             )
         self.scheme, self.where, self._given = scheme, where, moments
-        *_, count, size, _ = moments.shape
         self.in_features = in_features or count * size
         block = scheme.block(self.in_features)
         self.chunk = min(block, scheme.group(self.in_features))
@@ -98,7 +103,7 @@ class BlockFeedback:
         blocks = halves.sum(0)
         agreement = _agreement(halves, blocks)
         self.correlation = CORRELATION * agreement
-        blocks = _shrunk(blocks, self.correlation)
+        _shrink(blocks, self.correlation)
         turn = self._rotation(rotation, moments.device, count * size).unflatten(0, (count, -1))
         turned = _turned(_turned(blocks, turn), turn)
         # Of each block of the rotation: one huge input must not drown the others of a wide block.
@@ -109,7 +114,7 @@ class BlockFeedback:
         ridge = torch.where(mean > 0, damping * mean, 1.0)
         turned.diagonal(dim1=1, dim2=2).add_(ridge.repeat_interleave(block, 1))
         turned /= (mean + ridge).mean(1)[:, None, None]
-        self.upper = _upper_of_inverse(turned)
+        self.factor = _upper_factor(turned)
         self._chunks = _diagonal_blocks(turned, self.chunk)
         self._passed_on: dict[int, Tensor] = {}
         # Of rows that are not rotated: |w'|^2 of the rotated ones is |w / d|^2.
@@ -119,16 +124,15 @@ class BlockFeedback:
 
     @cached_property
     def whiten(self) -> Tensor:
-        """U^-1 of each chunk [blocks, chunks, chunk, chunk]: errors [.., chunk] times it make Z of
+        """V of each chunk [blocks, chunks, chunk, chunk]: errors [.., chunk] times it make Z of
         `ldlq`."""
-        own = self._own(self.chunk)
-        eye = torch.eye(self.chunk, device=own.device).expand_as(own)
-        found = torch.linalg.solve_triangular(own, eye, upper=True)
-        return found.unflatten(0, (len(self.upper), -1))
+        return _diagonal_blocks(self.factor, self.chunk).unflatten(0, (len(self.factor), -1))
 
-    def _own(self, size: int) -> Tensor:
-        """The blocks of `size` on the diagonal of U [.., size, size]."""
-        return _diagonal_blocks(self.upper, size)
+    @cached_property
+    def unwhiten(self) -> Tensor:
+        """The inverse of `whiten`."""
+        eye = torch.eye(self.chunk, device=self.factor.device).expand_as(self.whiten)
+        return torch.linalg.solve_triangular(self.whiten, eye, upper=True)
 
     @property
     def moments(self) -> Tensor:
@@ -143,14 +147,14 @@ class BlockFeedback:
             width: columns of a vector, which are rounded at once.
         """
         if width not in self._passed_on:
-            chunks = self._own(self.chunk)
+            chunks = self.unwhiten.flatten(0, 1)
             rows = chunks.unflatten(1, (-1, width))  # [chunks, vectors, width, chunk]
-            own = self._own(width).unflatten(0, rows.shape[:2])
+            own = _diagonal_blocks(chunks, width).unflatten(0, rows.shape[:2])
             unit = torch.linalg.solve_triangular(own, rows, upper=True).flatten(1, 2)
             vector = torch.arange(self.chunk, device=unit.device) // width
             later = vector[:, None] < vector
             found = -(unit * later).mT.contiguous()
-            self._passed_on[width] = found.unflatten(0, (len(self.upper), -1))
+            self._passed_on[width] = found.unflatten(0, (len(self.factor), -1))
         return self._passed_on[width]
 
     def turned_by(self, rotation: Tensor | None) -> BlockFeedback:
@@ -163,7 +167,7 @@ class BlockFeedback:
         """tr(A H A^T) of rows A [n, in], not rotated, with H as damped and without what is outside
         of the rotation's blocks: about what they make of the inputs, squared."""
         parts = rows.float().unflatten(1, (len(self._damped), -1)).transpose(0, 1)
-        return float(((parts @ self._damped) * parts).sum(dtype=torch.float64))
+        return float(torch.linalg.vecdot(parts @ self._damped, parts).sum(dtype=torch.float64))
 
     def reported_energy(self, rows: Tensor) -> float:
         """`energy`, as there are no inputs that were not seen."""
@@ -190,23 +194,20 @@ def _agreement(halves: Tensor, blocks: Tensor) -> Tensor:
         return torch.ones_like(blocks[:, 0, 0])
     power = blocks.diagonal(dim1=1, dim2=2)
     unit = torch.where(power > 0, power.rsqrt(), 0.0)
-
-    def others(moments: Tensor) -> Tensor:
-        scaled = moments * unit[:, :, None] * unit[:, None]
-        scaled.diagonal(dim1=1, dim2=2).zero_()
-        return scaled.flatten(1)
-
-    one, other = map(others, halves)
-    both = 4 * (one * other).sum(1)
-    return (both / (one + other).square().sum(1).clamp_min(1e-30)).clamp(0.0, 1.0)
+    others = (halves * unit[:, :, None]).mul_(unit[:, None])
+    others.diagonal(dim1=2, dim2=3).zero_()
+    one, other = others.flatten(2)
+    both = 4 * torch.linalg.vecdot(one, other)
+    apart = (one - other).square_().sum(1)  # of their sum: four times <one, other> more
+    return (both / (both + apart).clamp_min(1e-30)).clamp(0.0, 1.0)
 
 
-def _shrunk(blocks: Tensor, correlation: Tensor) -> Tensor:
-    """The same with other moments between different inputs."""
-    own = blocks.diagonal(dim1=1, dim2=2).clone()
-    found = blocks * correlation[:, None, None]
-    found.diagonal(dim1=1, dim2=2).copy_(own)
-    return found
+def _shrink(blocks: Tensor, correlation: Tensor) -> None:
+    """Multiply the moments between different inputs."""
+    own = blocks.diagonal(dim1=1, dim2=2)
+    kept = own.clone()
+    blocks *= correlation[:, None, None]
+    own.copy_(kept)
 
 
 def _turned(blocks: Tensor, turn: Tensor) -> Tensor:
@@ -220,15 +221,14 @@ def _turned(blocks: Tensor, turn: Tensor) -> Tensor:
     return (turn.mT @ rows).flatten(1, 2).mT
 
 
-def _upper_of_inverse(moments: Tensor) -> Tensor:
-    """U with moments^-1 = U^T U, of each block, in float32."""
-    # With columns in reverse order, H = M M^T has a lower M, so U = M^-1 in this order.
+def _upper_factor(moments: Tensor) -> Tensor:
+    """V with moments = V V^T, upper triangular, of each block, in float32."""
+    # With columns in reverse order, H = M M^T has a lower M.
     reverse = moments.flip(1, 2)
     lower, failed = torch.linalg.cholesky_ex(reverse)
     if bool(failed.any()):  # the rounding of float32 may leave no positive definite matrix
         lower = torch.linalg.cholesky(reverse.double()).float()
-    eye = torch.eye(moments.shape[1], device=moments.device).expand_as(moments)
-    return torch.linalg.solve_triangular(lower, eye, upper=False).flip(1, 2).contiguous()
+    return lower.flip(1, 2)
 
 
 def _diagonal_blocks(moments: Tensor, size: int) -> Tensor:
@@ -256,35 +256,36 @@ def ldlq_blocks(
         factors: candidates of a scale, in units of the group's root mean square.
         refit: move every scale to the least weighted error of the codes found.
     """
-    size, upper, chunk = rows.shape[1], feedback.upper, feedback.chunk
+    size, factor, chunk = rows.shape[1], feedback.factor, feedback.chunk
     one, assigner = replace(scheme, scale_group=chunk), Assigner(codebook, scheme)
     whole = scheme.group(size) > chunk
     scale = units = torch.empty(0)
     if whole:
         scale = _scale(rows, codebook, scheme, factors, refit)
         units = padded(
-            scale.repeat_interleave(scheme.group(size) // chunk, 1), upper.shape[1] // chunk
+            scale.repeat_interleave(scheme.group(size) // chunk, 1), factor.shape[1] // chunk
         )
-    left = padded(rows, upper.shape[1]).transpose(0, 1).contiguous()  # [blocks, n, width]
+    # [blocks, n, width]: rows, and errors where they are rounded.
+    left = padded(rows, factor.shape[1]).transpose(0, 1).contiguous()
     passed_on = feedback.passed_on(scheme.vector_size)
     codes, scales = [], []
     for first in range(0, left.shape[2], chunk):
-        part, later, index = slice(first, first + chunk), slice(first + chunk, None), first // chunk
-        own = left[:, :, part]
-        flat = own.transpose(0, 1).flatten(1)
+        part, index = slice(first, first + chunk), first // chunk
+        own, whiten = left[:, :, part], feedback.whiten[:, index]
+        before = left[:, :, :first] @ factor[:, :first, part]  # of Z
+        wanted = torch.baddbmm(own, before, feedback.unwhiten[:, index])
+        flat = wanted.transpose(0, 1).flatten(1)
         if whole:
             unit = units[:, :, index].contiguous()
         else:
             unit = _scale(flat, codebook, one, factors, refit)
         found = round_weight(flat, unit, codebook, one, passed_on[:, index].contiguous())
         entries = assigner.entries(found.flatten(0, 1).long()).view(len(rows), -1, chunk)
-        whiten = feedback.whiten[:, index]
-        target, made = own @ whiten, entries.transpose(0, 1) @ whiten  # [blocks, n, chunk]
+        entries = entries.transpose(0, 1)
         if refit and not whole:
-            unit = _least_squares(target, made, unit.T).T
-        errors = target - made * unit.T.float()[..., None]
-        left[:, :, later].baddbmm_(errors, upper[:, part, later], alpha=-1)
-        codes.append(found.unflatten(1, (len(upper), -1)))
+            unit = _least_squares(wanted @ whiten, entries @ whiten, unit.T).T
+        own.addcmul_(entries, unit.T.float()[..., None], value=-1)
+        codes.append(found.unflatten(1, (len(factor), -1)))
         scales.append(unit)
     together = torch.stack(codes, 2).flatten(1, 3)[:, : size // scheme.vector_size]
     if not whole:
@@ -305,7 +306,8 @@ def _scale(
 def _least_squares(target: Tensor, made: Tensor, scale: Tensor) -> Tensor:
     """The scale fp16 of entries that is nearest to a target [.., numbers]; one that is not positive
     or finite stays as it was."""
-    fitted = ((target * made).sum(-1) / made.square().sum(-1).clamp_min(1e-30)).half()
+    along, energy = (torch.linalg.vecdot(one, made) for one in (target, made))
+    fitted = (along / energy.clamp_min(1e-30)).half()
     return torch.where((fitted > 0) & scale.isfinite(), fitted, scale)
 
 

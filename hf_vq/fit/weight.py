@@ -274,7 +274,7 @@ def _errors(
 
 
 def _energy(values: Tensor) -> float:
-    return float(values.square().sum(dtype=torch.float64))
+    return float(torch.linalg.vecdot(values, values).sum(dtype=torch.float64))
 
 
 def _chunks(

@@ -8,6 +8,7 @@ codebook's outer entries are placed where the tails of this very group are.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...formats import lattice
@@ -135,11 +136,15 @@ class Assigner:
 
     def entries(self, codes: Tensor) -> Tensor:
         """The sum of the entries of `codes` [n, z]: [n, x] float32."""
-        stages = []
+        total = None
         for stage, index in zip(self.codebook, codes.unbind(1), strict=True):
-            decoded = lattice.e8p_decode(index, stage) if self.lattice else stage.float()[index]
-            stages.append(decoded)
-        return torch.stack(stages).sum(0)
+            if self.lattice:
+                decoded = lattice.e8p_decode(index, stage)
+            else:
+                decoded = F.embedding(index, stage.float())  # faster than to index
+            total = decoded if total is None else total.add_(decoded)
+        assert total is not None
+        return total
 
     def _greedy(self, vectors: Tensor) -> Tensor:
         codes, rest = [], vectors

@@ -9,8 +9,8 @@
 //     LDLQ:               numbers of later vectors j lose sum_i F_ij e_i; each adds up its sum when its turn comes, in
 //                         registers
 //
-// Bottleneck: comparing all entries, 2 to 4 multiplications for each, which takes less time than a table of cells whose
-// reads wait for each other.
+// Bottleneck: comparing all entries, of a scale that is tried one multiplication for each, which takes less time than a
+// table of cells whose reads wait for each other.
 #pragma once
 #include "../host/threads.h"
 #include "../kv/encode.h"
@@ -23,6 +23,7 @@ namespace weight {
 constexpr int kLanes = 64;
 constexpr int kChunk = kRegisters >= 32 ? 4 : 2;        // vectors of lanes that are searched together
 constexpr int kChunkLanes = kChunk * kFloats;
+constexpr int kTried = kRegisters >= 32 ? 8 : 4;        // scales that are tried together
 
 static_assert(kLanes % kChunkLanes == 0 && kChunkLanes <= kLanes, "lanes are whole chunks");
 
@@ -89,33 +90,40 @@ template <int X> inline void nearest(const kv::Entries& entries, float* u, uint8
   }
 }
 
-// Add to distance[r] the squared distance of lane r's vector to its nearest entry. Of single numbers it is added up as
-// such: with 256 entries it is so small that float32 loses it in |u|^2 - 2 <u, b> + |b|^2.
-template <int X> inline void add_distance(const kv::Entries& entries, float* u, float* distance) {
-  for (int r = 0; r < kLanes; r += kChunkLanes) {
-    Floats vector[kChunk][X], top[kChunk];
-    for (int k = 0; k < kChunk; ++k) {
-      for (int c = 0; c < X; ++c) vector[k][c] = load(lane_of<X>(u, r + k * kFloats, c));
-      top[k] = splat(X == 1 ? kv::kInfinity : -kv::kInfinity);
+// Add to error[f kLanes + r] the squared distance of lane r's vector w to its nearest entry times each of F scales s:
+//
+//     min_b |w - s b|^2 = |w|^2 - 2 s max_b (<w, b> - s |b|^2 / 2)
+//
+// so that all of them share the product. Of single numbers it is added up as such: with 256 entries it is so small that
+// float32 loses it in that sum.
+template <int X, int F>
+inline void add_errors(const kv::Entries& entries, const float* columns, const float* scale, float* error) {
+  for (int r = 0; r < kLanes; r += kFloats) {
+    Floats vector[X], unit[F], top[F], norm = splat(0.0f);
+    for (int c = 0; c < X; ++c) {
+      vector[c] = load(columns + c * kLanes + r);
+      norm = fma(vector[c], vector[c], norm);
+    }
+    for (int f = 0; f < F; ++f) {
+      unit[f] = load(scale + f * kLanes + r);
+      top[f] = splat(X == 1 ? kv::kInfinity : -kv::kInfinity);
     }
     for (int e = 0; e < entries.count; ++e) {
-      Floats b[X];
-      for (int c = 0; c < X; ++c) b[c] = splat(entries.number[c][e]);
       if constexpr (X == 1) {
-        for (int k = 0; k < kChunk; ++k) {
-          const Floats apart = vector[k][0] - b[0];
-          top[k] = min(fma(apart, apart, splat(0.0f)), top[k]);
+        const Floats b = splat(-entries.number[0][e]);
+        for (int f = 0; f < F; ++f) {
+          const Floats apart = fma(unit[f], b, vector[0]);
+          top[f] = min(apart * apart, top[f]);
         }
         continue;
       }
-      for (int k = 0; k < kChunk; ++k)
-        top[k] = max(kv::affinity<X>(vector[k], b, splat(entries.bonus[e])), top[k]);
+      Floats along = splat(0.0f);
+      for (int c = 0; c < X; ++c) along = fma(vector[c], splat(entries.number[c][e]), along);
+      for (int f = 0; f < F; ++f) top[f] = max(fma(unit[f], splat(entries.bonus[e]), along), top[f]);
     }
-    for (int k = 0; k < kChunk; ++k) {
-      Floats norm = splat(0.0f);
-      for (int c = 0; c < X; ++c) norm = fma(vector[k][c], vector[k][c], norm);
-      const Floats squared = X == 1 ? top[k] : max(fma(splat(-2.0f), top[k], norm), splat(0.0f));
-      float* sum = distance + r + k * kFloats;
+    for (int f = 0; f < F; ++f) {
+      const Floats squared = X == 1 ? top[f] : max(fma(splat(-2.0f) * unit[f], top[f], norm), splat(0.0f));
+      float* sum = error + f * kLanes + r;
       store(sum, load(sum) + squared);
     }
   }
@@ -131,9 +139,9 @@ inline void round_scale(float* scale) {
 }
 
 // The root mean square of each lane's group, times the factor of the least error.
-template <int X> inline void search(const Call& call, const float* columns, float* u, float* scale) {
+template <int X> inline void search(const Call& call, const float* columns, float* scale) {
   const int64_t group = call.w->group;
-  alignas(64) float rms[kLanes], best[kLanes], tried[kLanes], distance[kLanes];
+  alignas(64) float rms[kLanes], best[kLanes], tried[kTried * kLanes], error[kTried * kLanes];
   for (int r = 0; r < kLanes; r += kFloats) {
     Floats energy = splat(0.0f);
     for (int64_t j = 0; j < group; ++j) {
@@ -144,20 +152,21 @@ template <int X> inline void search(const Call& call, const float* columns, floa
     store(best + r, splat(kv::kInfinity));
     store(scale + r, call.count > 1 ? load(rms + r) : load(rms + r) * splat(call.factors[0]));
   }
-  for (int f = 0; call.count > 1 && f < call.count; ++f) {
-    for (int r = 0; r < kLanes; r += kFloats) {
-      store(tried + r, load(rms + r) * splat(call.factors[f]));
-      store(distance + r, splat(0.0f));
+  for (int first = 0; call.count > 1 && first < call.count; first += kTried) {
+    for (int f = 0; f < kTried; ++f) {
+      const int factor = first + f < call.count ? first + f : call.count - 1;  // the last one again is no better
+      for (int r = 0; r < kLanes; r += kFloats) {
+        store(tried + f * kLanes + r, load(rms + r) * splat(call.factors[factor]));
+        store(error + f * kLanes + r, splat(0.0f));
+      }
     }
-    for (int64_t j = 0; j < group; j += X) {
-      divide<X>(columns + j * kLanes, tried, u);
-      add_distance<X>(*call.entries, u, distance);
-    }
-    for (int r = 0; r < kLanes; r += kFloats) {
-      const Floats candidate = load(tried + r), error = load(distance + r) * candidate * candidate;
-      store(scale + r, where_less(error, load(best + r), candidate, load(scale + r)));
-      store(best + r, where_less(error, load(best + r), error, load(best + r)));
-    }
+    for (int64_t j = 0; j < group; j += X) add_errors<X, kTried>(*call.entries, columns + j * kLanes, tried, error);
+    for (int f = 0; f < kTried; ++f)
+      for (int r = 0; r < kLanes; r += kFloats) {
+        const Floats found = load(error + f * kLanes + r);
+        store(scale + r, where_less(found, load(best + r), load(tried + f * kLanes + r), load(scale + r)));
+        store(best + r, min(found, load(best + r)));
+      }
   }
   round_scale(scale);
 }
@@ -211,7 +220,7 @@ template <int X> void encode_groups(int64_t begin, int64_t end, void* context) {
       out[r] = call.codes + (first + r) * vectors;
     }
     gather(rows, n, w.group, columns.get());
-    search<X>(call, columns.get(), u, scale);
+    search<X>(call, columns.get(), scale);
     assign<X>(call, columns.get(), u, scale, out, n, call.refit ? fitted : nullptr);
     if (call.refit) {
       assign<X>(call, columns.get(), u, fitted, out, n, scale);

@@ -19,7 +19,7 @@ SIZES = {
 
 @pytest.fixture(params=[torch.bfloat16, torch.float16])
 def model(request, monkeypatch):
-    monkeypatch.setattr(blocks, "_multiplied_by_tiles", lambda: None)
+    monkeypatch.setattr(blocks, "multiplied_by_tiles", lambda: None)
     monkeypatch.setattr(blocks, "free_memory", lambda place: 1 << 40)
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     return LlamaForCausalLM(LlamaConfig(**SIZES)).to(request.param).eval()
@@ -53,7 +53,7 @@ def test_codes_keep_their_dtype(model):
 @pytest.mark.parametrize("reason", ["memory", "unknown memory", "tiles", "Arm"])
 def test_a_model_is_left_alone(model, reason, monkeypatch):
     if reason == "tiles":
-        monkeypatch.setattr(blocks, "_multiplied_by_tiles", lambda: model.dtype)
+        monkeypatch.setattr(blocks, "multiplied_by_tiles", lambda: model.dtype)
     elif reason == "Arm":
         monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     else:
@@ -65,7 +65,7 @@ def test_a_model_is_left_alone(model, reason, monkeypatch):
 
 def test_an_error_of_a_model_that_was_left_alone_is_raised_at_once(model, monkeypatch):
     """It would fail again, after as long."""
-    monkeypatch.setattr(blocks, "_multiplied_by_tiles", lambda: model.dtype)
+    monkeypatch.setattr(blocks, "multiplied_by_tiles", lambda: model.dtype)
     calls = []
 
     def failing(*args, **kwargs):
