@@ -227,7 +227,7 @@ class RoundCase:
         reference for the same numbers."""
         (values, scale, book, feedback), scheme = inputs, parse(self.spec)
         assigner = Assigner(book, scheme)
-        left, unit = left_by_errors(values, scale, assigner, scheme, feedback, found[0])
+        left, unit = left_by_errors(values, scale, assigner, feedback, found[0])
         vectors = (left / unit).reshape(-1, scheme.vector_size)
         apart = [
             (vectors - assigner.entries(codes.long()).double()).norm(dim=1)

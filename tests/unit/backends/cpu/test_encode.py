@@ -114,7 +114,7 @@ def test_errors_are_passed_on_inside_of_blocks(name, shape, size, isa):
     codes = encode.round_weight(rows, scale, book, scheme, feedback)
     assert codes.shape == (n, length // width, 1)
     assigner = Assigner(book, scheme)
-    left, unit = left_by_errors(rows, scale, assigner, scheme, feedback, codes)
+    left, unit = left_by_errors(rows, scale, assigner, feedback, codes)
     vectors = (left / unit).reshape(-1, width)
     assert is_nearest(vectors, codes.flatten(), book[0].double())
     same = round_weight(rows, scale, book, scheme, feedback)
