@@ -41,7 +41,7 @@ _SHARE = 4  # `cuda_attention._USUAL`: pages are chosen for so many times fewer 
 _TURNS = 1000  # tokens that make each warp of a block take several steps, if the bucket has as many
 _SOFTCAP = 20.0
 # Fields of a plan that say how its tokens are coded, and how long they are.
-_CODED = {"one_codebook", *(f"{side}_{name}" for side in ("key", "value") for name in (
+CODED = {"one_codebook", *(f"{side}_{name}" for side in ("key", "value") for name in (
     "vector_size", "entry_bits", "fused", "learned", "integers", "block"))}  # fmt: skip
 _LONG = {"key_dim", "value_dim", "key_block", "value_block"}
 Sizes = tuple[list[int], list[int]]
@@ -221,7 +221,7 @@ def must_run(plan: AttentionPlan) -> dict[str, Hashable]:
     if not plan.rotary:
         return {"each kernel": kernel}
     found: dict[str, Hashable] = {
-        "each kernel of a rotary mean but for its scheme": _without(kernel, _CODED),
+        "each kernel of a rotary mean but for its scheme": _without(kernel, CODED),
         "each kernel of a rotary mean but for its heads": _without(kernel, _LONG),
     }
     if (plan.key_dim, plan.value_dim) == USUAL_DIMS:

@@ -51,8 +51,8 @@ _GIVEN = {"mask": Mask.NONE, "softcapped": False, "page": 0, "centred": False, "
 
 def kernel_of(plan: Plan) -> Plan:
     """A plan but for what an op is called with and no chooser decides: dtypes, mask, soft-cap, size
-    of pages, means, alignment, number of matrices. Each of all others is run; pairs of features
-    meet those (`cover`)."""
+    of pages, means that do not turn, alignment, number of matrices. Each of all others is run;
+    pairs of features meet those (`cover`)."""
     found: dict[str, Any] = {}
     for field in fields(plan):
         value = getattr(plan, field.name)

@@ -7,11 +7,12 @@ draws more of them.
 
 import os
 import random
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 
-from hf_vq.codegen.attention_plan import Mask
+from hf_vq import paths
+from hf_vq.codegen.attention_plan import AttentionPlan, Mask
 from hf_vq.codegen.families import kv_attention as choose_attention
 from hf_vq.codegen.jit.device import ARCHES, named_arch
 from tests.buckets import attention as attention_buckets
@@ -21,6 +22,7 @@ from tests.buckets.attention import SCHEMES, has_kernel
 from tests.buckets.case import kernel_of
 from tests.buckets.cover import covering, first_sizes, met
 from tests.buckets.every import CASES, DOMAINS
+from tests.fixtures.codegen.kernel_templates import plan_fields
 from tests.fixtures.codegen.launch_recorder import recording
 from tests.fixtures.codegen.random_problems import PROBLEMS, attention
 
@@ -128,6 +130,15 @@ def alike(name, arch):
         if attention_buckets.alike(schemes[one], arch)
         == attention_buckets.alike(schemes[name], arch)
     )  # fmt: skip
+
+
+def test_what_adds_a_rotary_mean_does_not_know_how_tokens_are_coded():
+    """So that kernels of a rotary mean need not be run with every scheme and size of heads."""
+    folder = paths.kernel_sources() / "cuda"
+    read = plan_fields((folder / "kv/attention/attention_rotary.cuh").read_text())
+    assert {"threads", "step_tiles", "dtype", "paired"} <= read
+    assert not read & attention_buckets.CODED
+    assert {field.name for field in fields(AttentionPlan)} >= attention_buckets.CODED
 
 
 @pytest.mark.slow
