@@ -24,7 +24,6 @@ from ..errors import VQCalibrationError, VQConfigError, VQFormatError
 from ..fit import FittedWeight, fixed_tensors
 from ..fit.block_ldlq import BlockFeedback, width_of
 from ..fit.input_scale import input_scale
-from ..fit.tiles import multiplied_by_tiles
 from ..formats.catalog import LinearScheme
 from ..formats.scheme import VQScheme
 from ..formats.stored_weight import rotation_of
@@ -41,10 +40,10 @@ from ..hf.checkpoint.new_parts import is_new, is_outside
 from ..hf.config import VQConfig
 from ..nn.experts import holds_experts
 from ..progress import Progress
-from .blocks import Blocks, WholeModel, find_blocks
+from .blocks import Blocks, WholeModel, dtypes_of_blocks, find_blocks
 from .distributed import ProcessGroup, launched_processes
 from .hessians import Listener, Site
-from .offload import is_offloaded, place_of, shortage, too_little
+from .offload import is_offloaded, shortage, too_little
 from .targets import Target, decoded, fit_target, replace_layers, targets_of
 from .text import (
     context_of,
@@ -278,9 +277,7 @@ class ActivationPass:
 
     def _blocks(self, model: Any, sequences: Tensor) -> Blocks | WholeModel:
         batches = halved_batches(sequences, _AT_ONCE)
-        slow = model.dtype.itemsize < 4 and model.dtype is not multiplied_by_tiles()
-        halves = slow and place_of(model).type == "cpu"
-        for dtype in (torch.float32, None) if halves else (None,):
+        for dtype in dtypes_of_blocks(model):
             try:
                 if self.prefix and batches:
                     return Blocks(model, self.prefix, batches, dtype)

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..fit.block_ldlq import padded
-from ..fit.tiles import rounded_products
 from ..nn.experts import expert_output, holds_experts, projections_of, routed
-from .blocks import Blocks, find_blocks, replace_forward
+from .blocks import Blocks, find_blocks, replace_forward, rounded_products
 
 SHRINKAGE = 0.5
 """Weight of the pooled Hessian in each expert's, in tokens per input feature: an expert with few
