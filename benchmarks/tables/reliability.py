@@ -43,7 +43,7 @@ def campaign() -> str:
         rows.append(
             [SUBJECTS.get(name, name), f"{sum(row['tried'] for row in some):,}", str(faults)]
         )
-    head = ["attacked", "tries", "faults"]
+    head = ["attacked", "tries", "crashes, hangs, wrong results"]
     return f"{markdown_table(head, rows)}\n\n{source(record)}"
 
 

@@ -13,7 +13,7 @@ _ROUNDING_BYTES = 72 << 10  # of rows in shared memory
 _WARP = 32
 BEAM = 8  # beam of the specification (hf_vq/ops/reference/encode_weight.py)
 _ROW_LANES = 8
-"""Lanes that round a row: more wait for each other longer, fewer leave a GPU idle at 4,096 rows."""
+"""Lanes that round a row: 4,096 rows are 1,024 warps. Other numbers were not timed."""
 
 
 def _searchable(scheme: VQScheme) -> str | None:
