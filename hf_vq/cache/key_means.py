@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from ..dispatch import select
 from ..errors import VQCacheError
+from ..ops.library import attention_problem
 from ..ops.reference.codes import mean_of
-from ..ops.rotary_mean import measure_means, pairs_interleave, rotated
+from ..ops.rotary_mean import FEWEST, KeyMoments, measure_means, pairs_interleave, rotated
 from .kv_side import SideBuffers
-from .rotary import inverse_frequencies, measured_on
+from .rotary import inverse_frequencies, worth
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,6 @@ class Rotary:
     ) -> Rotary | None:
         """What a model's config says, and calibrated means; None: keys do not turn.
 
-        On a device that is none of `rotary.DEVICES` only calibrated rotary means are used.
-
         Args:
             config: None = unknown.
             layer: number of the layer.
@@ -65,8 +65,6 @@ class Rotary:
             VQCacheError: a rotary mean is known, but not how keys turn, or other channels turn.
         """
         turning = None if known is None else known.rotary_mean
-        if turning is None and not measured_on(keys.device):
-            return None
         found = inverse_frequencies(config, layer, keys.shape[3], keys.shape[2])
         if turning is not None:
             what = "the config does not say how they turn with the position"
@@ -85,6 +83,50 @@ class Rotary:
         """The same, with the layout of pairs that keys [B, H, n, D] from position `first` show."""
         positions = torch.arange(first, first + keys.shape[2], device=keys.device)
         return Rotary(self.inv_freq, pairs_interleave(keys, positions, self.inv_freq))
+
+    def strength(self, keys: Tensor, first: int) -> float:
+        """`KeyMoments.strength` of keys [B, H, n, D] from position `first`."""
+        positions = torch.arange(first, first + keys.shape[2], device=keys.device)
+        return KeyMoments(self.inv_freq, self.interleaved).add(keys, positions).strength
+
+
+def rotary_of(
+    config: PreTrainedConfig | None,
+    layer: int,
+    keys: Tensor,
+    first: int,
+    sides: tuple[SideBuffers, SideBuffers],
+    known: Calibrated | None,
+) -> Rotary | None:
+    """How the keys of a layer turn, if rotary means may pay there (`rotary.worth`): the first
+    tokens decide it for all that follow.
+
+    Args:
+        config: None = unknown.
+        layer: number of the layer.
+        keys: [B, H, n, D], the first that come.
+        first: those before it do not count. Fewer than FEWEST that do tell nothing.
+        sides: keys and values. Where attention has a kernel only for keys without a rotary mean,
+            none is measured.
+        known: means that are calibrated, which are used in any case.
+
+    Raises:
+        VQCacheError: as `Rotary.of`.
+    """
+    found = Rotary.of(config, layer, keys, known)
+    if found is None or known is not None:
+        return found
+    k, v = sides
+    of = keys.device, keys.dtype, k.spec, v.spec, k.dim, v.dim, 1, 0, k.codes.layout, v.codes.layout
+    standing, turning = (select(attention_problem(*of, rotary=turns)) for turns in (False, True))
+    if turning.name != standing.name:
+        return None
+    tokens, least = keys[:, :, first:], worth(keys.device)
+    if tokens.shape[2] >= FEWEST:
+        found = found.measured(tokens, first)
+        if least > 0 and found.strength(tokens, first) < least:
+            return None
+    return found
 
 
 def measure(

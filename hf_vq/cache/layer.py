@@ -35,17 +35,13 @@ from ..ops import KVCacheView, KVSide, kv_append
 from ..ops.kv_ops import BoundKV, bound_to
 from ..ops.layout import layouts_for
 from .codebooks import codebook_for
-from .key_means import Calibrated, Rotary, measure, use_calibrated
+from .key_means import Calibrated, Rotary, measure, rotary_of, use_calibrated
 from .kv_side import LOOKED_AT, SideBuffers, check_head_dim, problem_with
 from .lazy_kv import KEY, VALUE, KVUpdate, LazyKV
 from .prompt import Prompt
 from .token_buffer import storing
 
 SLACK = 32  # floats kept beyond the window
-
-
-def _dense(states: Tensor) -> Tensor:
-    return states.decode() if isinstance(states, LazyKV) else states
 
 
 @dataclass(frozen=True)
@@ -161,11 +157,16 @@ class VQCacheLayer(CacheLayerMixin):
         self._set_start(self.prompt.starts_for(key_states.shape[0]))
         self._frozen = [not scheme.centre_keys] * (1 if self._start is None else len(self._start))
         if centred[0]:
-            self._rotary = Rotary.of(self.options.config, self.index, key_states, self.calibrated)
+            self._rotary = self._turning(key_states)
         if self.calibrated is not None:
             use_calibrated(self.k, self.calibrated, self._rotary, self._start_tensor, self.where)
             self._frozen = [True] * len(self._frozen)
         self._remember_sizes()
+
+    def _turning(self, keys: Tensor) -> Rotary | None:
+        """How keys turn; the first update [B, H, n, D] decides."""
+        sides, sinks = (self.k, self.v), self._sinks_end
+        return rotary_of(self.options.config, self.index, keys, sinks, sides, self.calibrated)
 
     def _layouts(self, key_states: Tensor, value_states: Tensor) -> tuple[str, str]:
         dims = key_states.shape[3], value_states.shape[3]
@@ -179,8 +180,7 @@ class VQCacheLayer(CacheLayerMixin):
     def _remember_sizes(self) -> None:
         """What every update must have again."""
         keys, values = self.k.tail.data, self.v.tail.data
-        rows = keys.shape[0], keys.shape[1]
-        self._sizes = (*rows, self.k.dim), (*rows, self.v.dim)
+        self._sizes = (*keys.shape[:2], self.k.dim), (*keys.shape[:2], self.v.dim)
         self._dtypes = keys.dtype, values.dtype
 
     def _check_states(self, k: Tensor, v: Tensor) -> None:
@@ -226,10 +226,10 @@ class VQCacheLayer(CacheLayerMixin):
             keys, values = self._append(key_states, value_states)
         if not gradients:
             return keys, values
-        return (
-            torch.cat([_dense(keys)[:, :, :-new], key_states], 2),
-            torch.cat([_dense(values)[:, :, :-new], value_states], 2),
-        )
+        old = (x.decode() if isinstance(x, LazyKV) else x for x in (keys, values))
+        added = key_states, value_states
+        k, v = (torch.cat([x[:, :, :-new], y], 2) for x, y in zip(old, added, strict=True))
+        return k, v
 
     def _append(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         before, count = self.length, key_states.shape[2]

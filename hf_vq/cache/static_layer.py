@@ -137,8 +137,12 @@ class VQStaticLayer(VQCacheLayer):
             self.static = self.static._replace(rotary_interleaved=interleaved)
         known = self._told != self._frozen and False not in self._frozen
         if known and self.device.type != "cpu" and not kept.any():
-            self.k.rotary_mean = None
-            self.static = self.static._replace(key_rotary_mean=None, rotary_inv_freq=None)
+            self._stand()
+
+    def _stand(self) -> None:
+        """Do without a rotary mean, until the next prompt."""
+        self.k.rotary_mean = None
+        self.static = self.static._replace(key_rotary_mean=None, rotary_inv_freq=None)
 
     def _set_length(self) -> None:
         assert self.static.cache_seqlens is not None
@@ -240,10 +244,16 @@ class VQStaticLayer(VQCacheLayer):
             self._told = list(self._frozen)
             assert self.static.cache_leftpad is not None
             self.static.cache_leftpad.copy_(torch.tensor(self._start or [0] * batch))
-            if self._rotary is not None:
-                now = Rotary.of(self.options.config, self.index, key_states, self.calibrated)
-                if now is not None:  # of a prompt of another length
-                    self._rotary.inv_freq.copy_(now.inv_freq)
+            now = None if self.k.mean is None else self._turning(key_states)
+            kept = self._allocated.rotary_inv_freq
+            if now is not None and kept is None and self.calibrated is None:
+                self._clear()  # there is no memory for a rotary mean
+                return
+            if now is not None and kept is not None:  # of a prompt of another length
+                now = Rotary(kept.copy_(now.inv_freq), now.interleaved)
+            self._rotary = now
+            if now is None:
+                self._stand()
             if self.calibrated is not None:
                 use_calibrated(
                     self.k, self.calibrated, self._rotary, self._start_tensor, self.where
@@ -277,10 +287,6 @@ class VQStaticLayer(VQCacheLayer):
         return CompiledKV(self.static, num_new, KEY), CompiledKV(self.static, num_new, VALUE)
 
     def _append(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        if self._length == 0 and self._rotary is not None and self.calibrated is None:
-            # Compiled steps may be the ones to measure means, in pairs that are known.
-            seen = key_states[:, :, self._sinks_end :]
-            self._rotary = self._rotary.measured(seen, self._sinks_end)
         result = super()._append(key_states, value_states)
         self._publish()
         return result

@@ -19,7 +19,7 @@ from transformers.cache_utils import DynamicCache
 
 from ..cache.argument import cache_argument
 from ..cache.codebooks import KVCodebooks, learned, title
-from ..cache.rotary import inverse_frequencies, measured_on
+from ..cache.rotary import inverse_frequencies, worth
 from ..errors import VQCacheError, shown
 from ..fit.kv import TokenSample, fit_kv_codebook
 from ..formats.catalog import KVScheme, kv_scheme
@@ -144,7 +144,7 @@ class _Record:
     def _moments(self, layer: int, keys: Tensor) -> tuple[KeyMoments, KeyMoments] | None:
         length, dim = SINKS + keys.shape[2], keys.shape[3]
         found = inverse_frequencies(self.config, layer, dim, length)
-        if found is None or not measured_on(keys.device):
+        if found is None:
             return None
         inv_freq = found.to(keys.device)
         return KeyMoments(inv_freq, False), KeyMoments(inv_freq, True)
@@ -162,7 +162,10 @@ class _Record:
         interleaved = interleave(halves, neighbours, tokens)
         found = {}
         for layer, each in pairs.items():
-            mean, turning = (x.mean(0)[:, 0].cpu() for x in each[interleaved].means())
+            moments = each[interleaved]
+            if 0 < worth(moments.inv_freq.device) > moments.strength:
+                continue
+            mean, turning = (x.mean(0)[:, 0].cpu() for x in moments.means())
             if turning.any():
                 found[layer] = mean, turning
         return found, interleaved

@@ -33,7 +33,7 @@ TIE = 0.7
 """A turning mean with so much of the energy of a standing one is taken: it stays right."""
 DIFFERENT = 0.9
 """Pairs are (2 p, 2 p + 1) if that leaves less than so much of what is left by (p, p + r)."""
-_FEWEST = 16  # tokens that tell one layout of pairs from the other
+FEWEST = 16  # tokens that tell one layout of pairs from the other, and how much is constant
 _AT_ONCE = 4096  # tokens: what is rotated is a copy
 
 
@@ -158,6 +158,14 @@ class KeyMoments:
         turns = torch.nn.functional.pad(_by_channel(turns, self.interleaved), (0, rest))
         return standing.masked_fill(turns, 0), turning.masked_fill(~turns, 0)
 
+    @property
+    def strength(self) -> float:
+        """How many times what is left to its codes the turning mean of a head holds: the largest of
+        all heads."""
+        turning = self.means()[1]
+        held = turning.square().sum(-1, keepdim=True)
+        return float((held / self.left.clamp_min(torch.finfo(held.dtype).tiny)).max())
+
 
 def measure_means(
     keys: Tensor, positions: Tensor, inv_freq: Tensor, interleaved: bool
@@ -182,12 +190,12 @@ def interleave(halves: Tensor, neighbours: Tensor, tokens: int) -> bool:
         neighbours: what those of pairs (2 p, 2 p + 1) leave.
         tokens: that were measured.
     """
-    return tokens >= _FEWEST and bool(neighbours.sum() < DIFFERENT * halves.sum())
+    return tokens >= FEWEST and bool(neighbours.sum() < DIFFERENT * halves.sum())
 
 
 def pairs_interleave(keys: Tensor, positions: Tensor, inv_freq: Tensor) -> bool:
     """`interleave` of keys; arguments as of `measure_means`."""
-    if keys.shape[2] < _FEWEST:
+    if keys.shape[2] < FEWEST:
         return False
     halves, neighbours = (
         KeyMoments(inv_freq, layout).add(keys, positions).left for layout in (False, True)

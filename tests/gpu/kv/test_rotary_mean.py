@@ -13,8 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from hf_vq import dispatch
+from hf_vq.cache import VQCache, attend
 from hf_vq.codegen.attention_plan import Mask
 from hf_vq.codegen.jit.compiler import cubin
 from hf_vq.codegen.jit.device import device_arch
@@ -302,3 +304,34 @@ def test_store_measures_and_subtracts(name, dim, interleaved, partly, dtype):
         assert torch.equal(one.codes[:, :, behind], other.codes[:, :, behind])
         assert torch.equal(one.scale[:, :, behind], other.scale[:, :, behind])
     assert int(view.cache_seqlens) == int(wanted.cache_seqlens) == begin
+
+
+@pytest.mark.parametrize("bias", [2.0, 30.0])
+def test_a_layer_turns_where_the_bias_of_its_keys_is_strong(bias):
+    """Caches that grow, and static ones, decide alike; attention reads what they hold."""
+    torch.manual_seed(int(bias))
+    rows, heads, dim, tokens, prompt = 2, 2, 64, 250, 200
+    config = LlamaConfig(
+        hidden_size=4 * dim, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=heads,
+        head_dim=dim, rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )  # fmt: skip
+    inv_freq = 10000.0 ** -(torch.arange(0, dim, 2, device="cuda") / dim)
+    states = bias * torch.randn(1, heads, 1, dim, device="cuda")
+    states = states + torch.randn(rows, heads, tokens, dim, device="cuda")
+    keys = rotated(states, inv_freq, False, torch.arange(tokens, device="cuda")).half()
+    values = torch.randn(rows, heads, tokens, dim, device="cuda").half()
+    found = []
+    query = 0.1 * torch.randn(rows, 4, 1, dim, device="cuda").half()
+    for static in (False, True):
+        cache = VQCache(config, window=32, max_cache_len=300, static=static, strict=True)
+        for begin, end in itertools.pairwise((0, *range(prompt, tokens + 1))):
+            last = cache.update(keys[:, :, begin:end], values[:, :, begin:end], 0)
+        layer = cache.layers[0]
+        assert (layer.k.rotary_mean is not None) == (bias == 30)
+        found.append((attend(query, *last), layer.k.codes.rows()[:, :, : tokens - 32]))
+    assert torch.equal(found[0][1], found[1][1])
+    torch.testing.assert_close(found[0][0], found[1][0], atol=2e-3, rtol=2e-3)
+    exact = torch.nn.functional.scaled_dot_product_attention(
+        query.double(), keys.double(), values.double(), enable_gqa=True
+    )
+    assert (found[0][0] - exact).norm() < 0.1 * exact.norm()

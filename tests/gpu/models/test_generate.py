@@ -89,8 +89,8 @@ def build(name: str, dtype: torch.dtype = torch.float16) -> Pair:
 
 @pytest.fixture(autouse=True)
 def _same_means(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU would measure rotary means: here it does as a GPU does."""
-    monkeypatch.setattr("hf_vq.cache.rotary.DEVICES", ())
+    """A CPU would measure more rotary means: here it does as a GPU does."""
+    monkeypatch.setattr("hf_vq.cache.rotary.WORTH", {})
 
 
 @pytest.fixture

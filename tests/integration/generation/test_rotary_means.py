@@ -98,6 +98,17 @@ def test_rotary_means_are_found_and_codes_lose_less(
         assert coding_error(ours, index, exact) < 0.5 * coding_error(standing, index, exact)
 
 
+@pytest.mark.parametrize("bias", [0.2, 20.0])
+def test_a_gpu_calibrates_what_it_uses(bias: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_vq.cache.rotary.WORTH", {})
+    model = biased("qwen2")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.k_proj.bias.mul_(bias / 20)
+    books = calibrate_kv(model, "u4", prompt(256)[0], tokens=256, context=128, progress=False)
+    assert (books.key_rotary_means is not None) == (bias == 20)
+
+
 def test_generate_with_left_padding_is_generate_alone() -> None:
     model, rows = biased("qwen2"), [prompt(60), prompt(48)]
     longest = 60

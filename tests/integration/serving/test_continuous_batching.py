@@ -89,6 +89,20 @@ def test_requests_whose_pages_are_read_through_tables(
     assert (cache._step is not None) == (blocks > 0)
 
 
+@pytest.mark.parametrize("tables", [False, True])
+def test_one_of_the_layers_turns(tables: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where layers have rotary means whose keys have a large bias."""
+    monkeypatch.setattr("hf_vq.cache.rotary.WORTH", {})
+    if tables:
+        monkeypatch.setattr("hf_vq.serving.pages.through_tables", lambda *asked: True)
+    model = build("gqa", attention_bias=True)
+    model.model.layers[1].self_attn.k_proj.bias.data.normal_(std=20.0)
+    prompts = prompts_of(*LENGTHS)
+    found, cache = serve(model, prompts)
+    assert [pages.turns for pages in cache.layers.values()] == [False, True]
+    assert found == alone(model, prompts, found, "u4", cache)
+
+
 @pytest.mark.parametrize("name", ["gqa", "gemma3", "gpt_oss"])
 def test_probabilities_are_those_of_codes_and_not_of_floats(name: str) -> None:
     model = build(name)

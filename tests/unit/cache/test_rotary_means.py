@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,14 +15,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Gemma3TextConfig
 
-from hf_vq.cache import KVCodebooks, VQCache, attend
+from hf_vq import dispatch
+from hf_vq.cache import KVCodebooks, VQCache, attend, key_means, rotary
 from hf_vq.cache.key_means import Calibrated
 from hf_vq.errors import VQCacheError, VQFormatError
 from hf_vq.formats import digests
 from hf_vq.formats.catalog import KV_SCHEMES
 from hf_vq.ops import kv_append
 from hf_vq.ops.rotary_mean import rotated
-from tests.fixtures.kv.turning import DIM, HEADS, INV_FREQ, turning_config, turning_tokens
+from tests.fixtures.kv.turning import BIAS, DIM, HEADS, INV_FREQ, turning_config, turning_tokens
 
 SMALL = 0.15
 """Mean error of a number of a key: 4 bits of a noise of 1, and floats of the window. With one mean
@@ -185,6 +187,63 @@ def test_static_is_growing(prompt: int, start: list[int] | None) -> None:
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
         for cache in caches:
             cache.reset()
+
+
+@pytest.fixture
+def as_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What decides on a GPU whether keys turn, on a CPU."""
+    monkeypatch.setattr(rotary, "WORTH", {})
+
+
+@pytest.mark.parametrize("prompt", [24, 70])
+@pytest.mark.usefixtures("as_a_gpu")
+def test_on_a_gpu_a_strong_bias_decides(prompt: int) -> None:
+    """The first update decides, also of the next prompt in the same memory."""
+    caches = [
+        VQCache(turning_config(), window=32, max_cache_len=120, static=static)
+        for static in (False, True)
+    ]
+    for bias in (2.0, BIAS, 2.0, BIAS):
+        states = turning_tokens(100, bias=bias)
+        for cache in caches:
+            feed(cache, states, prompt, *range(prompt + 1, 101))
+        grown, static = (cache.layers[0] for cache in caches)
+        for layer in (grown, static):
+            turns = layer.k.rotary_mean is not None and bool(layer.k.rotary_mean.any())
+            assert turns == (bias == BIAS)
+        assert (static.static.key_rotary_mean is not None) == (bias == BIAS)
+        assert torch.equal(grown.k.codes.rows(), static.k.codes.rows()[:, :, :68])
+        assert error(held(caches[0]), states[0]) < (SMALL if bias == BIAS else 2 * SMALL)
+        for cache in caches:
+            cache.reset()
+
+
+@pytest.mark.usefixtures("as_a_gpu")
+def test_on_a_gpu_few_tokens_decide_nothing() -> None:
+    keys, values, _ = turning_tokens(100, bias=3.0)
+    means = []
+    for first in (16 + 4, 15 + 4):
+        caches = [
+            VQCache(turning_config(), window=32, max_cache_len=120, static=static)
+            for static in (False, True)
+        ]
+        for cache in caches:
+            feed(cache, (keys, values), first, 100)
+        grown, static = (cache.layers[0] for cache in caches)
+        assert torch.equal(grown.k.codes.rows(), static.k.codes.rows()[:, :, :68])
+        means.append(grown.k.rotary_mean)
+    assert means[0] is None and means[1] is not None
+
+
+@pytest.mark.parametrize("bias", [3.0, BIAS])
+def test_no_key_turns_without_a_kernel_for_it(bias: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refusing(problem: Any) -> Any:
+        return dispatch.select(problem) if not problem.rotary else SimpleNamespace(name="slow")
+
+    monkeypatch.setattr(key_means, "select", refusing)
+    cache = VQCache(turning_config(), window=32)
+    feed(cache, turning_tokens(100, bias=bias), 100)
+    assert cache.layers[0].k.rotary_mean is None
 
 
 @pytest.mark.parametrize("calibrated", [False, True])
