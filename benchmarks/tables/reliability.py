@@ -48,31 +48,29 @@ def campaign() -> str:
 
 
 def soak() -> str:
-    """Models and tokens of long runs, without and with a GPU, and how memory grew: of several
-    processes, that of the one whose memory grew most."""
+    """Models, tokens and memory of long runs, without and with a GPU: of several processes, those
+    of the one whose memory grew most."""
     records = [record for name in ("soak", "soak-cuda") if (record := read_record(name))]
     if not records:
         return "Not measured yet: `python scripts/fuzz/soak.py --out RECORD`."
-    head = ["processes", "models", "tokens", "hours", "memory", "begin, MB", "end, MB",
+    head = ["memory", "processes", "models", "tokens", "hours", "begin, MB", "end, MB",
             "kept by safetensors, MB"]  # fmt: skip
+    kinds = ("rss", "process"), ("gpu", "tensors on the GPU"), ("gpu_driver", "GPU")
     rows = []
     for record in records:
         every = record["results"]["rows"]
-        sums = [sum(row[key] for row in every) for key in ("rounds", "tokens", "seconds")]
-        for kind, name in (
-            ("rss", "process"),
-            ("gpu", "tensors on the GPU"),
-            ("gpu_driver", "GPU"),
-        ):
+        for kind, name in kinds:
             if f"{kind}_begin" not in every[0]:
                 continue
-            growth = [row[f"{kind}_end"] - row[f"{kind}_begin"] for row in every]
-            worst = every[growth.index(max(growth))]
+            ends = [
+                (row[f"{kind}_end"] - row[f"{kind}_begin"], row[f"{kind}_end"]) for row in every
+            ]
+            worst = every[ends.index(max(ends))]
             kept = worst.get(f"{kind}_kept_by_safetensors")
             rows.append([
-                str(len(every)), f"{sums[0]:,}", f"{sums[1]:,}", f"{sums[2] / 3600:.2f}", name,
-                f"{worst[f'{kind}_begin'] / 1e6:.1f}", f"{worst[f'{kind}_end'] / 1e6:.1f}",
-                "-" if kept is None else f"{kept / 1e6:.1f}",
+                name, str(len(every)), f"{worst['rounds']:,}", f"{worst['tokens']:,}",
+                f"{worst['seconds'] / 3600:.2f}", f"{worst[begin] / 1e6:.1f}",
+                f"{worst[end] / 1e6:.1f}", "-" if kept is None else f"{kept / 1e6:.1f}",
             ])  # fmt: skip
     return f"{markdown_table(head, rows)}\n\n{' '.join(map(source, records))}"
 

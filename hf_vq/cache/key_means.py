@@ -7,6 +7,7 @@ position after them (`ops.rotary_mean`). Both are decided once per row, and neve
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -14,12 +15,12 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ..dispatch import select
-from ..errors import VQCacheError
+from ..errors import VQBackendError, VQCacheError
 from ..ops.library import attention_problem
 from ..ops.reference.codes import mean_of
-from ..ops.rotary_mean import FEWEST, KeyMoments, measure_means, pairs_interleave, rotated
+from ..ops.rotary_mean import measure_means, pairs_interleave, rotated
 from .kv_side import SideBuffers
-from .rotary import inverse_frequencies, worth
+from .rotary import inverse_frequencies, least_strength
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,8 @@ class Rotary:
             VQCacheError: a rotary mean is known, but not how keys turn, or other channels turn.
         """
         turning = None if known is None else known.rotary_mean
+        if turning is None and least_strength(keys.device) == math.inf:
+            return None
         found = inverse_frequencies(config, layer, keys.shape[3], keys.shape[2])
         if turning is not None:
             what = "the config does not say how they turn with the position"
@@ -84,49 +87,39 @@ class Rotary:
         positions = torch.arange(first, first + keys.shape[2], device=keys.device)
         return Rotary(self.inv_freq, pairs_interleave(keys, positions, self.inv_freq))
 
-    def strength(self, keys: Tensor, first: int) -> float:
-        """`KeyMoments.strength` of keys [B, H, n, D] from position `first`."""
+    def means(self, keys: Tensor, first: int) -> tuple[Tensor, Tensor]:
+        """`measure_means` of keys [B, H, n, D] from position `first`, if they are strong enough."""
         positions = torch.arange(first, first + keys.shape[2], device=keys.device)
-        return KeyMoments(self.inv_freq, self.interleaved).add(keys, positions).strength
+        least = least_strength(keys.device)
+        return measure_means(keys, positions, self.inv_freq, self.interleaved, least)
 
 
 def rotary_of(
     config: PreTrainedConfig | None,
     layer: int,
     keys: Tensor,
-    first: int,
     sides: tuple[SideBuffers, SideBuffers],
     known: Calibrated | None,
 ) -> Rotary | None:
-    """How the keys of a layer turn, if rotary means may pay there (`rotary.worth`): the first
-    tokens decide it for all that follow.
+    """`Rotary.of`, but None where means would be measured and attention on a GPU has a kernel for
+    keys without a rotary mean only.
 
     Args:
-        config: None = unknown.
-        layer: number of the layer.
-        keys: [B, H, n, D], the first that come.
-        first: those before it do not count. Fewer than FEWEST that do tell nothing.
-        sides: keys and values. Where attention has a kernel only for keys without a rotary mean,
-            none is measured.
-        known: means that are calibrated, which are used in any case.
-
-    Raises:
-        VQCacheError: as `Rotary.of`.
+        sides: keys and values.
     """
-    found = Rotary.of(config, layer, keys, known)
-    if found is None or known is not None:
-        return found
-    k, v = sides
-    of = keys.device, keys.dtype, k.spec, v.spec, k.dim, v.dim, 1, 0, k.codes.layout, v.codes.layout
-    standing, turning = (select(attention_problem(*of, rotary=turns)) for turns in (False, True))
-    if turning.name != standing.name:
-        return None
-    tokens, least = keys[:, :, first:], worth(keys.device)
-    if tokens.shape[2] >= FEWEST:
-        found = found.measured(tokens, first)
-        if least > 0 and found.strength(tokens, first) < least:
+    if known is None and 0 < least_strength(keys.device) < math.inf:
+        k, v = sides
+        of = k.spec, v.spec, k.dim, v.dim, 1, 0, k.codes.layout, v.codes.layout
+        asked = [
+            attention_problem(keys.device, keys.dtype, *of, rotary=turns) for turns in (False, True)
+        ]
+        try:
+            names = {select(problem).name for problem in asked}
+        except VQBackendError:  # a backend was forced that has no such kernel
             return None
-    return found
+        if len(names) > 1:
+            return None
+    return Rotary.of(config, layer, keys, known)
 
 
 def measure(
@@ -147,8 +140,7 @@ def measure(
         mean[rows] = mean_of(tokens)
         side.mean = mean
         return
-    positions = torch.arange(first, first + tokens.shape[2], device=tokens.device)
-    mean[rows], turning = measure_means(tokens, positions, rotary.inv_freq, rotary.interleaved)
+    mean[rows], turning = rotary.means(tokens, first)
     side.mean, before = mean, side.rotary_mean
     if before is None and not turning.any():  # no layer pays for what no head needs
         return

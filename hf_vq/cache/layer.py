@@ -44,6 +44,10 @@ from .token_buffer import storing
 SLACK = 32  # floats kept beyond the window
 
 
+def _dense(states: Tensor) -> Tensor:
+    return states.decode() if isinstance(states, LazyKV) else states
+
+
 @dataclass(frozen=True)
 class LayerOptions:
     """The options of `VQCache` that a layer needs; see there. Without a `config` no key turns."""
@@ -157,16 +161,12 @@ class VQCacheLayer(CacheLayerMixin):
         self._set_start(self.prompt.starts_for(key_states.shape[0]))
         self._frozen = [not scheme.centre_keys] * (1 if self._start is None else len(self._start))
         if centred[0]:
-            self._rotary = self._turning(key_states)
+            of = self.options.config, self.index, key_states, (self.k, self.v), self.calibrated
+            self._rotary = rotary_of(*of)
         if self.calibrated is not None:
             use_calibrated(self.k, self.calibrated, self._rotary, self._start_tensor, self.where)
             self._frozen = [True] * len(self._frozen)
         self._remember_sizes()
-
-    def _turning(self, keys: Tensor) -> Rotary | None:
-        """How keys turn; the first update [B, H, n, D] decides."""
-        sides, sinks = (self.k, self.v), self._sinks_end
-        return rotary_of(self.options.config, self.index, keys, sinks, sides, self.calibrated)
 
     def _layouts(self, key_states: Tensor, value_states: Tensor) -> tuple[str, str]:
         dims = key_states.shape[3], value_states.shape[3]
@@ -226,10 +226,10 @@ class VQCacheLayer(CacheLayerMixin):
             keys, values = self._append(key_states, value_states)
         if not gradients:
             return keys, values
-        old = (x.decode() if isinstance(x, LazyKV) else x for x in (keys, values))
-        added = key_states, value_states
-        k, v = (torch.cat([x[:, :, :-new], y], 2) for x, y in zip(old, added, strict=True))
-        return k, v
+        return (
+            torch.cat([_dense(keys)[:, :, :-new], key_states], 2),
+            torch.cat([_dense(values)[:, :, :-new], value_states], 2),
+        )
 
     def _append(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         before, count = self.length, key_states.shape[2]

@@ -23,8 +23,10 @@ from ..ops.kv import flatten
 from .key_means import Rotary, use_calibrated
 from .layer import SLACK, VQCacheLayer
 from .lazy_kv import KEY, VALUE, CompiledKV
+from .rotary import least_strength
 from .token_buffer import TokenBuffer, storing
 
+TELLING = 4  # tokens of a prompt that tell how strong a constant part of keys is
 GROWING = "make it with VQCache(..., static=False), which grows and cannot be compiled"
 
 
@@ -68,7 +70,7 @@ class VQStaticLayer(VQCacheLayer):
     groups = 1
 
     def _clear(self) -> None:
-        self.stale = False
+        self.stale = self._turned = False
         super()._clear()
 
     # -- what is known here, and what on the device ----------------------------------------------
@@ -136,13 +138,27 @@ class VQStaticLayer(VQCacheLayer):
         if self.static.rotary_interleaved != interleaved:
             self.static = self.static._replace(rotary_interleaved=interleaved)
         known = self._told != self._frozen and False not in self._frozen
-        if known and self.device.type != "cpu" and not kept.any():
+        if known and least_strength(self.device) > 0:
+            self._turned = self._turned or bool(kept.any())
             self._stand()
 
     def _stand(self) -> None:
-        """Do without a rotary mean, until the next prompt."""
-        self.k.rotary_mean = None
-        self.static = self.static._replace(key_rotary_mean=None, rotary_inv_freq=None)
+        """Do without a rotary mean until the next prompt, unless there was one: a layer that turns
+        for some prompts is compiled once."""
+        if not self._turned:
+            self.k.rotary_mean = self._rotary = None
+            self.static = self.static._replace(key_rotary_mean=None, rotary_inv_freq=None)
+
+    def _may_turn(self, keys: Tensor) -> bool:
+        """Whether the keys of a prompt [B, H, n, D] that is too short to measure means may have
+        strong ones: what the longest row tells, if it has TELLING tokens."""
+        start = min(self._start or [0])
+        row = (self._start or [0]).index(start)
+        first, end = start + self.sinks, self.prompt.length or keys.shape[2]
+        tokens = keys[row : row + 1, :, first:end]
+        if self._rotary is None or tokens.shape[2] < TELLING:
+            return True
+        return bool(self._rotary.means(tokens, first)[1].any())
 
     def _set_length(self) -> None:
         assert self.static.cache_seqlens is not None
@@ -244,16 +260,10 @@ class VQStaticLayer(VQCacheLayer):
             self._told = list(self._frozen)
             assert self.static.cache_leftpad is not None
             self.static.cache_leftpad.copy_(torch.tensor(self._start or [0] * batch))
-            now = None if self.k.mean is None else self._turning(key_states)
-            kept = self._allocated.rotary_inv_freq
-            if now is not None and kept is None and self.calibrated is None:
-                self._clear()  # there is no memory for a rotary mean
-                return
-            if now is not None and kept is not None:  # of a prompt of another length
-                now = Rotary(kept.copy_(now.inv_freq), now.interleaved)
-            self._rotary = now
-            if now is None:
-                self._stand()
+            if (inv_freq := self._allocated.rotary_inv_freq) is not None:
+                now = Rotary.of(self.options.config, self.index, key_states, self.calibrated)
+                if now is not None:  # of a prompt of another length
+                    self._rotary = Rotary(inv_freq.copy_(now.inv_freq), now.interleaved)
             if self.calibrated is not None:
                 use_calibrated(
                     self.k, self.calibrated, self._rotary, self._start_tensor, self.where
@@ -287,8 +297,16 @@ class VQStaticLayer(VQCacheLayer):
         return CompiledKV(self.static, num_new, KEY), CompiledKV(self.static, num_new, VALUE)
 
     def _append(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        first = self._length == 0 and self._rotary is not None and self.calibrated is None
+        if first and self._rotary is not None:
+            # Compiled steps may be the ones to measure means, in pairs that are known.
+            seen = key_states[:, :, self._sinks_end :]
+            self._rotary = self._rotary.measured(seen, self._sinks_end)
         result = super()._append(key_states, value_states)
         self._publish()
+        undecided = first and not any(self._frozen) and least_strength(self.device) > 0
+        if undecided and not self._may_turn(key_states):
+            self._stand()
         return result
 
     def _trim(self, keys: Tensor, values: Tensor) -> None:

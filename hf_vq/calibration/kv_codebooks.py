@@ -9,6 +9,7 @@ centre keys (`u4`, `u3`, ...) get the means of each head's keys; one of them tur
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -19,7 +20,7 @@ from transformers.cache_utils import DynamicCache
 
 from ..cache.argument import cache_argument
 from ..cache.codebooks import KVCodebooks, learned, title
-from ..cache.rotary import inverse_frequencies, worth
+from ..cache.rotary import inverse_frequencies, least_strength
 from ..errors import VQCacheError, shown
 from ..fit.kv import TokenSample, fit_kv_codebook
 from ..formats.catalog import KVScheme, kv_scheme
@@ -144,7 +145,7 @@ class _Record:
     def _moments(self, layer: int, keys: Tensor) -> tuple[KeyMoments, KeyMoments] | None:
         length, dim = SINKS + keys.shape[2], keys.shape[3]
         found = inverse_frequencies(self.config, layer, dim, length)
-        if found is None:
+        if found is None or least_strength(keys.device) == math.inf:
             return None
         inv_freq = found.to(keys.device)
         return KeyMoments(inv_freq, False), KeyMoments(inv_freq, True)
@@ -163,9 +164,8 @@ class _Record:
         found = {}
         for layer, each in pairs.items():
             moments = each[interleaved]
-            if 0 < worth(moments.inv_freq.device) > moments.strength:
-                continue
-            mean, turning = (x.mean(0)[:, 0].cpu() for x in moments.means())
+            means = moments.means(least_strength(moments.inv_freq.device))
+            mean, turning = (x.mean(0)[:, 0].cpu() for x in means)
             if turning.any():
                 found[layer] = mean, turning
         return found, interleaved

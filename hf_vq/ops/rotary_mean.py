@@ -33,7 +33,7 @@ TIE = 0.7
 """A turning mean with so much of the energy of a standing one is taken: it stays right."""
 DIFFERENT = 0.9
 """Pairs are (2 p, 2 p + 1) if that leaves less than so much of what is left by (p, p + r)."""
-FEWEST = 16  # tokens that tell one layout of pairs from the other, and how much is constant
+_FEWEST = 16  # tokens that tell one layout of pairs from the other
 _AT_ONCE = 4096  # tokens: what is rotated is a copy
 
 
@@ -129,7 +129,7 @@ class KeyMoments:
         """Mean squared norm of what is left to the codes [B, H, 1, 1]."""
         return self._energies(*self._means)[2]
 
-    def means(self) -> tuple[Tensor, Tensor]:
+    def means(self, strength: float = 0.0) -> tuple[Tensor, Tensor]:
         """Decide, pair by pair, which mean is taken off the keys: a standing or a turning one.
 
         A mean over tokens takes its squared norm off their mean squared norm, so the larger one is
@@ -140,6 +140,10 @@ class KeyMoments:
           more say so together, within a tie;
         - then each pair turns, unless its standing mean is clearly larger;
         - but pairs that hold next to nothing stand: a head without a constant part costs nothing.
+
+        Args:
+            strength: all heads of a row stand unless one's turning mean has so many times the
+                energy that is left to its codes.
 
         Returns:
             The mean and the rotary mean, float32 [B, H, 1, D] each.
@@ -154,27 +158,21 @@ class KeyMoments:
         head = head & (self.tokens > 1)
         holds = turned > least / pairs
         turns = head & holds & _as_good(turned, stood, share / pairs)
+        held = (turned * turns).sum(-1, keepdim=True)
+        turns = turns & (held >= strength * left).any(1, keepdim=True)
         rest = standing.shape[-1] - 2 * len(self.inv_freq)
         turns = torch.nn.functional.pad(_by_channel(turns, self.interleaved), (0, rest))
         return standing.masked_fill(turns, 0), turning.masked_fill(~turns, 0)
 
-    @property
-    def strength(self) -> float:
-        """How many times what is left to its codes the turning mean of a head holds: the largest of
-        all heads."""
-        turning = self.means()[1]
-        held = turning.square().sum(-1, keepdim=True)
-        return float((held / self.left.clamp_min(torch.finfo(held.dtype).tiny)).max())
-
 
 def measure_means(
-    keys: Tensor, positions: Tensor, inv_freq: Tensor, interleaved: bool
+    keys: Tensor, positions: Tensor, inv_freq: Tensor, interleaved: bool, strength: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """`KeyMoments.means` of keys [B, H, n, D] at `positions` int64 [n] or [B, n].
 
     The mean of a head that does not turn is `mean_of` its keys, to the last bit.
     """
-    standing, turning = KeyMoments(inv_freq, interleaved).add(keys, positions).means()
+    standing, turning = KeyMoments(inv_freq, interleaved).add(keys, positions).means(strength)
     if keys.shape[2] > _AT_ONCE:  # moments in parts are rounded more often
         stands = ~turning.any(-1, keepdim=True)
         standing = torch.where(stands, mean_of(keys), standing)
@@ -190,12 +188,12 @@ def interleave(halves: Tensor, neighbours: Tensor, tokens: int) -> bool:
         neighbours: what those of pairs (2 p, 2 p + 1) leave.
         tokens: that were measured.
     """
-    return tokens >= FEWEST and bool(neighbours.sum() < DIFFERENT * halves.sum())
+    return tokens >= _FEWEST and bool(neighbours.sum() < DIFFERENT * halves.sum())
 
 
 def pairs_interleave(keys: Tensor, positions: Tensor, inv_freq: Tensor) -> bool:
     """`interleave` of keys; arguments as of `measure_means`."""
-    if keys.shape[2] < FEWEST:
+    if keys.shape[2] < _FEWEST:
         return False
     halves, neighbours = (
         KeyMoments(inv_freq, layout).add(keys, positions).left for layout in (False, True)

@@ -306,11 +306,12 @@ def test_store_measures_and_subtracts(name, dim, interleaved, partly, dtype):
     assert int(view.cache_seqlens) == int(wanted.cache_seqlens) == begin
 
 
-@pytest.mark.parametrize("bias", [2.0, 30.0])
-def test_a_layer_turns_where_the_bias_of_its_keys_is_strong(bias):
+@pytest.mark.parametrize("prompt", [20, 200])
+@pytest.mark.parametrize("bias", [3.0, 30.0])
+def test_a_layer_turns_where_the_bias_of_its_keys_is_strong(bias, prompt):
     """Caches that grow, and static ones, decide alike; attention reads what they hold."""
     torch.manual_seed(int(bias))
-    rows, heads, dim, tokens, prompt = 2, 2, 64, 250, 200
+    rows, heads, dim, tokens = 2, 2, 64, 250
     config = LlamaConfig(
         hidden_size=4 * dim, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=heads,
         head_dim=dim, rope_parameters={"rope_type": "default", "rope_theta": 10000.0},

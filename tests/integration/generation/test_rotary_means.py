@@ -100,7 +100,7 @@ def test_rotary_means_are_found_and_codes_lose_less(
 
 @pytest.mark.parametrize("bias", [0.2, 20.0])
 def test_a_gpu_calibrates_what_it_uses(bias: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_vq.cache.rotary.WORTH", {})
+    monkeypatch.setattr("hf_vq.cache.rotary.LEAST", {"cpu": 48.0})
     model = biased("qwen2")
     with torch.no_grad():
         for layer in model.model.layers:

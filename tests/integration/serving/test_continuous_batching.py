@@ -92,7 +92,7 @@ def test_requests_whose_pages_are_read_through_tables(
 @pytest.mark.parametrize("tables", [False, True])
 def test_one_of_the_layers_turns(tables: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, where layers have rotary means whose keys have a large bias."""
-    monkeypatch.setattr("hf_vq.cache.rotary.WORTH", {})
+    monkeypatch.setattr("hf_vq.cache.rotary.LEAST", {"cpu": 48.0})
     if tables:
         monkeypatch.setattr("hf_vq.serving.pages.through_tables", lambda *asked: True)
     model = build("gqa", attention_bias=True)
