@@ -62,10 +62,9 @@ def soak() -> str:
         for kind, name in kinds:
             if f"{kind}_begin" not in every[0]:
                 continue
-            ends = [
-                (row[f"{kind}_end"] - row[f"{kind}_begin"], row[f"{kind}_end"]) for row in every
-            ]
-            worst = every[ends.index(max(ends))]
+            begin, end = f"{kind}_begin", f"{kind}_end"
+            grown = [(row[end] - row[begin], row[end]) for row in every]
+            worst = every[grown.index(max(grown))]
             kept = worst.get(f"{kind}_kept_by_safetensors")
             rows.append([
                 name, str(len(every)), f"{worst['rounds']:,}", f"{worst['tokens']:,}",
