@@ -48,12 +48,12 @@ def campaign() -> str:
 
 
 def soak() -> str:
-    """Models, tokens and memory of long runs, without and with a GPU: of several processes, those
+    """Models and memory of long runs, without and with a GPU: of several processes, those
     of the one whose memory grew most."""
     records = [record for name in ("soak", "soak-cuda") if (record := read_record(name))]
     if not records:
         return "Not measured yet: `python scripts/fuzz/soak.py --out RECORD`."
-    head = ["memory", "processes", "models", "tokens", "hours", "begin, MB", "end, MB",
+    head = ["memory", "processes", "models", "hours", "begin, MB", "end, MB",
             "kept by safetensors, MB"]  # fmt: skip
     kinds = ("rss", "process"), ("gpu", "tensors on the GPU"), ("gpu_driver", "GPU")
     rows = []
@@ -67,7 +67,7 @@ def soak() -> str:
             worst = every[grown.index(max(grown))]
             kept = worst.get(f"{kind}_kept_by_safetensors")
             rows.append([
-                name, str(len(every)), f"{worst['rounds']:,}", f"{worst['tokens']:,}",
+                name, str(len(every)), f"{worst['rounds']:,}",
                 f"{worst['seconds'] / 3600:.2f}", f"{worst[begin] / 1e6:.1f}",
                 f"{worst[end] / 1e6:.1f}", "-" if kept is None else f"{kept / 1e6:.1f}",
             ])  # fmt: skip

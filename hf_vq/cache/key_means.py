@@ -88,7 +88,8 @@ class Rotary:
         return Rotary(self.inv_freq, pairs_interleave(keys, positions, self.inv_freq))
 
     def means(self, keys: Tensor, first: int) -> tuple[Tensor, Tensor]:
-        """`measure_means` of keys [B, H, n, D] from position `first`, if they are strong enough."""
+        """`measure_means` of keys [B, H, n, D] from position `first`; rows below `least_strength`
+        stand."""
         positions = torch.arange(first, first + keys.shape[2], device=keys.device)
         least = least_strength(keys.device)
         return measure_means(keys, positions, self.inv_freq, self.interleaved, least)
@@ -105,7 +106,10 @@ def rotary_of(
     keys without a rotary mean only.
 
     Args:
-        sides: keys and values.
+        sides: keys and values; the others as there.
+
+    Raises:
+        VQCacheError: as there.
     """
     if known is None and 0 < least_strength(keys.device) < math.inf:
         k, v = sides

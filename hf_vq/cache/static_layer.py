@@ -297,15 +297,15 @@ class VQStaticLayer(VQCacheLayer):
         return CompiledKV(self.static, num_new, KEY), CompiledKV(self.static, num_new, VALUE)
 
     def _append(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        first = self._length == 0 and self._rotary is not None and self.calibrated is None
-        if first and self._rotary is not None:
+        first = self._rotary if self._length == 0 and self.calibrated is None else None
+        if first is not None:
             # Compiled steps may be the ones to measure means, in pairs that are known.
             seen = key_states[:, :, self._sinks_end :]
-            self._rotary = self._rotary.measured(seen, self._sinks_end)
+            self._rotary = first.measured(seen, self._sinks_end)
         result = super()._append(key_states, value_states)
         self._publish()
-        undecided = first and not any(self._frozen) and least_strength(self.device) > 0
-        if undecided and not self._may_turn(key_states):
+        decided = first is None or any(self._frozen) or least_strength(self.device) == 0
+        if not decided and not self._may_turn(key_states):
             self._stand()
         return result
 

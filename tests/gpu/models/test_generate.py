@@ -27,7 +27,7 @@ from transformers import CompileConfig, DynamicCache, LlamaConfig
 from transformers.cache_utils import Cache
 
 from hf_vq import dispatch
-from hf_vq.cache import VQCache
+from hf_vq.cache import VQCache, rotary
 from hf_vq.calibration.kv_codebooks import calibrate_kv
 from hf_vq.hf import attention, enable_cache_backend, explain
 
@@ -90,7 +90,7 @@ def build(name: str, dtype: torch.dtype = torch.float16) -> Pair:
 @pytest.fixture(autouse=True)
 def _same_means(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU would measure more rotary means: here it does as a GPU does."""
-    monkeypatch.setattr("hf_vq.cache.rotary.LEAST", dict.fromkeys(("cpu", "cuda"), 48.0))
+    monkeypatch.setitem(rotary.LEAST, "cpu", rotary.LEAST["cuda"])
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache
 
 import hf_vq.cache.key_means
 from hf_vq import VQCache
+from hf_vq.cache import rotary
 from hf_vq.calibration.kv_codebooks import calibrate_kv
 from tests.fixtures.generation import SMALL
 
@@ -100,7 +101,7 @@ def test_rotary_means_are_found_and_codes_lose_less(
 
 @pytest.mark.parametrize("bias", [0.2, 20.0])
 def test_a_gpu_calibrates_what_it_uses(bias: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_vq.cache.rotary.LEAST", {"cpu": 48.0})
+    monkeypatch.setitem(rotary.LEAST, "cpu", rotary.LEAST["cuda"])
     model = biased("qwen2")
     with torch.no_grad():
         for layer in model.model.layers:

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.generation.continuous_batching import PagedAttentionCache
 
+from hf_vq.cache import rotary
 from hf_vq.cache.codebooks import KVCodebooks
 from hf_vq.calibration.kv_codebooks import calibrate_kv
 from hf_vq.errors import VQCacheError
@@ -92,7 +93,7 @@ def test_requests_whose_pages_are_read_through_tables(
 @pytest.mark.parametrize("tables", [False, True])
 def test_one_of_the_layers_turns(tables: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, where layers have rotary means whose keys have a large bias."""
-    monkeypatch.setattr("hf_vq.cache.rotary.LEAST", {"cpu": 48.0})
+    monkeypatch.setitem(rotary.LEAST, "cpu", rotary.LEAST["cuda"])
     if tables:
         monkeypatch.setattr("hf_vq.serving.pages.through_tables", lambda *asked: True)
     model = build("gqa", attention_bias=True)

@@ -192,7 +192,7 @@ def test_static_is_growing(prompt: int, start: list[int] | None) -> None:
 @pytest.fixture
 def as_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU decides as a GPU does whether keys turn."""
-    monkeypatch.setattr(rotary, "LEAST", {"cpu": rotary.LEAST["cuda"]})
+    monkeypatch.setitem(rotary.LEAST, "cpu", rotary.LEAST["cuda"])
 
 
 @pytest.mark.parametrize("prompt", [8, 24, 70])
