@@ -262,6 +262,7 @@ def _memory_rows(schemes: Sequence[str]) -> list[dict[str, Any]]:
 def _allocated(name: str, tokens: int) -> int:
     """Bytes that a layer of one head allocates, codes for so many tokens among them."""
     gc.collect()
+    torch.cuda.empty_cache()  # memory of earlier tensors may be handed out in blocks too large
     before = torch.cuda.memory_allocated()
     layer = VQStaticLayer(*layer_arguments(name, 1, limit=tokens))
     layer.update(*torch.randn(2, 1, 1, 2 * WINDOW, HEAD_DIM, dtype=_DTYPE, device="cuda").unbind())

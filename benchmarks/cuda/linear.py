@@ -120,9 +120,9 @@ def _linear_rows(
             row["kernel"] = kernels[name]
             row["speedup"] = {peer: speedup(seconds[name], seconds[peer]) for peer in peers}
         if name in read:
-            reading = min((seconds[_reading(read[name], i)] for i in range(len(PLANS))), key=median)
-            row["read_us"] = summary(reading)["us"]
-            row["of_reading"] = speedup(seconds[name], reading)
+            limit = min((seconds[_reading(read[name], i)] for i in range(len(PLANS))), key=median)
+            row["read_us"] = summary(limit)["us"]
+            row["of_reading"] = speedup(seconds[name], limit)
         found.append(row)
     return found
 

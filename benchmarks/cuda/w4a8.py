@@ -116,8 +116,8 @@ def _rows(
             row["rounding_us"] = summary(seconds["rounding"])["us"]
             row |= _least_of_tensor_cores(out_features * in_features * tokens)
         if name in layers and tokens == 1:
-            reading = [seconds[f"reading {name} {i}"] for i in range(len(PLANS))]
-            row["of_reading"] = max(speedup(seconds[name], one) for one in reading)
+            limits = [seconds[f"reading {name} {i}"] for i in range(len(PLANS))]
+            row["of_reading"] = max(speedup(seconds[name], limit) for limit in limits)
         found.append(row)
     return found
 

@@ -28,6 +28,10 @@ ENTRIES: tuple[Entry, ...] = (
     Entry("reference", "linear", "backends.reference:LINEAR"),
     # dL/dx = dL/dy W
     Entry("cpu.input_gradient", "input_gradient", "backends.cpu.decoded:GRADIENT", CPU, NATIVE),
+    Entry(
+        "cuda.input_gradient", "input_gradient", "backends.cuda.linear.dequantize:GRADIENT",
+        CUDA, NVRTC,
+    ),
     Entry("reference", "input_gradient", "backends.reference:INPUT_GRADIENT"),
     # y = W round(x) + b in integers
     Entry("cpu.w4a8_linear", "w4a8_linear", "backends.cpu.w4a8:LINEAR", CPU, NATIVE),

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ...codegen.families.vptq import VptqProblem
 
 
-def linear(problem: dispatch.LinearProblem) -> str | None:
+def linear(problem: dispatch.LinearProblem | dispatch.InputGradientProblem) -> str | None:
     """Whether the weight is decoded for PyTorch to multiply."""
     from ...codegen.families.dequantize_rotated import restorable
     from ...codegen.plan import Dtype

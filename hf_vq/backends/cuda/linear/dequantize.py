@@ -1,8 +1,9 @@
-"""`linear` and `decode` on a GPU: weights as codes, decoded by a generated CUDA kernel.
+"""`linear`, its gradient and `decode` on a GPU: codes, decoded by a generated CUDA kernel.
 
 A linear layer decodes some rows of the weight at a time, rotated back, and cuBLAS multiplies; where
-no kernel rotates them back (`dequantize_rotated.restorable`), its input is rotated. That suits many
-tokens; for a few it moves more bytes than a dense layer would.
+no kernel rotates them back (`dequantize_rotated.restorable`), its input is rotated, or the gradient
+of its input rotated back. That suits many tokens; for a few it moves more bytes than a dense layer
+would.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -255,18 +257,20 @@ def stored_sizes(scheme: VQScheme, rows: int, in_features: int) -> tuple[int, in
     return rows * scheme.streams * stream, books * entries * x, rows * scales
 
 
-def second_codes(second: Residual | None, x: Tensor, rows: int, scheme: VQScheme) -> Tensor:
+def second_codes(
+    second: Residual | None, device: torch.device, rows: int, in_features: int, scheme: VQScheme
+) -> Tensor:
     """Codes of a nested pass as kernels read them.
 
     Raises:
-        VQFormatError: they are missing, of another size, or not where x is.
+        VQFormatError: they are missing, of another size, or on another device.
     """
-    shape = (rows, packed_size(x.shape[-1], scheme.second_bits))
+    shape = (rows, packed_size(in_features, scheme.second_bits))
     codes = None if second is None else second.codes
-    if codes is None or codes.shape != shape or codes.device != x.device:
+    if codes is None or codes.shape != shape or codes.device != device:
         got = "none" if codes is None else f"{list(codes.shape)} on {codes.device}"
         raise VQFormatError(
-            f"{scheme.spec()} needs codes {list(shape)} of a second pass on {x.device}; got {got}."
+            f"{scheme.spec()} needs codes {list(shape)} of a second pass on {device}; got {got}."
         )
     return _ready(codes, torch.uint8)
 
@@ -351,42 +355,83 @@ def _blocks(count: int) -> int:
 
 def linear(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> Tensor:
     """y = W x + b (`ops.reference.linear`), with W, and a rotated x, rounded to x's dtype."""
-    (codes, codebook, scale, rotation), residual, scheme, in_features = weight
-    out_features = codes.shape[0]
+    scheme, in_features, out_features = weight.scheme, weight.in_features, weight.out_features
     y = x.new_empty(*x.shape[:-1], out_features)
     if not y.numel():
         return y
     with on_device(x.get_device()):
         inputs = _ready(x, x.dtype).view(-1, in_features)
-        restored = restorable(scheme, in_features, DTYPES[x.dtype]) is None
-        if scheme.rotation != "none" and not restored:
+        if _stays_rotated(scheme, in_features, x.dtype):
             rotated = torch.empty_like(inputs)
-            _rotate(inputs, rotation, scheme, rotated)
+            _rotate(inputs, weight.first.rotation, scheme, rotated)
             inputs = rotated
-        second = None
-        if scheme.two_passes:  # nested: one table for both
-            second = second_codes(residual, x, out_features, scheme)
-            codebook = codebook if residual is None else residual.codebook
-        stored = DeviceWeight(codes, codebook, scale, scheme, in_features)
-        at_a_time = min(stored.rows_at_a_time(x.dtype), out_features)
-        # From PyTorch's allocator, which hands the same memory to the next layer, another one to
-        # another stream, and a graph its own.
-        dense = x.new_empty(at_a_time, in_features)
         products = y.view(-1, out_features)
-        for first in range(0, out_features, at_a_time):
-            rows = slice(first, min(first + at_a_time, out_features))
+        for rows, dense in _dense_rows(weight, x):
             # All rows at a time, as most layers have it, are no part of anything.
-            part = products if at_a_time == out_features else products[:, rows]
-            some = dense if part is products else dense[: rows.stop - first]
-            if restored:
-                stored.restore(first, rotation, some, second)
-            else:
-                stored.decode(first, some)
+            part = products if len(dense) == out_features else products[:, rows]
             if bias is None:
-                torch.mm(inputs, some.t(), out=part)
+                torch.mm(inputs, dense.t(), out=part)
             else:
-                torch.addmm(bias[rows].to(x.dtype), inputs, some.t(), out=part)
+                torch.addmm(bias[rows].to(x.dtype), inputs, dense.t(), out=part)
     return y
+
+
+def input_gradient(grad: Tensor, weight: StoredWeight) -> Tensor:
+    """dL/dx [..., in] of dL/dy `grad` [..., out] (`ops.input_gradient`), with W rounded to its
+    dtype, summed in float32 where rows are decoded in several parts."""
+    scheme, in_features, out_features = weight.scheme, weight.in_features, weight.out_features
+    x = grad.new_empty(*grad.shape[:-1], in_features)
+    if not grad.numel():
+        return x.zero_()
+    with on_device(grad.get_device()):
+        tokens = _ready(grad, grad.dtype).view(-1, out_features)
+        product = total = x.view(-1, in_features)
+        for rows, dense in _dense_rows(weight, grad):
+            if len(dense) == out_features:
+                torch.mm(tokens, dense, out=total)
+                continue
+            if rows.start == 0:
+                total = torch.zeros_like(product, dtype=torch.float32)
+            total += tokens[:, rows] @ dense
+        if _stays_rotated(scheme, in_features, grad.dtype):
+            _rotate(total, weight.first.rotation, scheme, product, inverse=True)
+        elif total is not product:
+            product.copy_(total)
+    return x
+
+
+def _stays_rotated(scheme: VQScheme, in_features: int, dtype: torch.dtype) -> bool:
+    """True if rows are decoded as they are stored, so that what they multiply is rotated."""
+    return scheme.rotation != "none" and restorable(scheme, in_features, DTYPES[dtype]) is not None
+
+
+def _dense_rows(weight: StoredWeight, like: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """All rows of a weight, dense, some at a time in the same memory: which, and [rows, in].
+
+    They are rotated back unless they stay rotated (`_stays_rotated`).
+
+    Args:
+        weight: codes, of two passes if those are nested.
+        like: has the device, which is the current one, and the dtype of the rows.
+    """
+    (codes, codebook, scale, rotation), residual, scheme, in_features = weight
+    out_features, second = codes.shape[0], None
+    if scheme.two_passes:  # nested: one table for both
+        second = second_codes(residual, like.device, out_features, in_features, scheme)
+        codebook = codebook if residual is None else residual.codebook
+    stored = DeviceWeight(codes, codebook, scale, scheme, in_features)
+    at_a_time = min(stored.rows_at_a_time(like.dtype), out_features)
+    # From PyTorch's allocator, which hands the same memory to the next layer, another one to
+    # another stream, and a graph its own.
+    dense = like.new_empty(at_a_time, in_features)
+    restored = restorable(scheme, in_features, DTYPES[like.dtype]) is None
+    for first in range(0, out_features, at_a_time):
+        some = dense[: out_features - first]
+        if restored:
+            stored.restore(first, rotation, some, second)
+        else:
+            stored.decode(first, some)
+        yield slice(first, first + len(some)), some
 
 
 def decode(weight: StoredWeight) -> Tensor:
@@ -407,5 +452,6 @@ def decode(weight: StoredWeight) -> Tensor:
 
 
 LINEAR = Implementation(linear, weight_supports.linear)
+GRADIENT = Implementation(input_gradient, weight_supports.linear)
 DECODE = Implementation(decode, weight_supports.decode)
 ROTATE = Implementation(rotate, weight_supports.rotate)

@@ -354,7 +354,7 @@ def run(
     second, copied = None, False
     if scheme.stages != "independent":
         residual = weights[0].residual
-        second = second_codes(residual, x, first.rows, scheme)
+        second = second_codes(residual, x.device, first.rows, x.shape[-1], scheme)
         copied = residual is None or second is not residual.codes  # just now, and nobody counted
     call = _call(first, tuple(layers[1:]), x, scheme, ordinal, launch)
     stream = torch._C._cuda_getCurrentRawStream(ordinal)
