@@ -53,7 +53,8 @@ class VQScheme:
             and a zero z, s (code - z) (QServe's KV4).
         lattice: `"e8p"` for the structured 2^16-entry codebook of QuIP#, else None.
         tile: rows and columns of a tile; only read when `codebook == "tile"`.
-        scale_group: weights along in_features that share one fp16 scale; 0 = the whole row.
+        scale_group: weights along in_features that share one fp16 scale; 0 = the whole row. A
+            power of two, times `odd_factor`.
         rotation: `none`, `hadamard`, `random_hadamard` (with stored signs), `scaled_hadamard` (with
             a stored number in the place of each sign: weights of inputs that are large are stored
             more precisely) or `qr`.
@@ -127,7 +128,8 @@ class VQScheme:
 
     def _contradictions(self) -> dict[str, bool]:
         tiled, second = self.codebook == "tile", self.two_passes
-        sizes = [size for size in (self.scale_group, self.rotation_block) if size]
+        odd, group, block = self.odd_factor, self.scale_group, self.rotation_block
+        times = f" times {odd}" if odd > 1 else ""
         return {
             'lattice "e8p" is a universal codebook of VQ<8,16,z>': self.lattice is not None
             and (self.vector_size, self.entry_bits, self.codebook) != (8, 16, "universal"),
@@ -162,11 +164,12 @@ class VQScheme:
             ),
             "mode 'product' needs vector_size=1 and 2 bits or more": self.mode == "product"
             and (self.vector_size > 1 or self.entry_bits < 2),
-            "scale_group and rotation_block must be 0 or powers of two": any(
-                size & (size - 1) for size in sizes
-            ),
-            "scale_group and rotation_block must be multiples of vector_size": any(
-                size % self.vector_size for size in sizes
+            f"scale_group must be 0 or a power of two{times}": group % odd > 0
+            or _power_of_two(group // odd) < group // odd,
+            "rotation_block must be 0 or a power of two": _power_of_two(block) < block,
+            "scale_group and rotation_block must be multiples of vector_size": (
+                group % self.vector_size > 0
+                or (odd == 1 and self.rotation != "none" and block % self.vector_size > 0)
             ),
         }
 
@@ -177,6 +180,12 @@ class VQScheme:
     def _code_bits(self) -> str:
         both = self.second_bits not in (0, self.entry_bits)
         return f"{self.entry_bits}+{self.second_bits}" if both else f"{self.entry_bits}"
+
+    @property
+    def odd_factor(self) -> int:
+        """The largest odd factor of `vector_size`: a group of weights with one scale has this times
+        a power of two. Unless it is 1, vectors cross the borders of rotated blocks."""
+        return self.vector_size // _power_of_two(self.vector_size)
 
     @property
     def entries(self) -> int:
@@ -304,8 +313,8 @@ class VQScheme:
         return cls(**{**data, "tile": tuple(tile) if isinstance(tile, list) else tile})
 
     def group(self, in_features: int, where: str = "the tensor") -> int:
-        """Effective scale group for rows of `in_features` weights: the largest power of two that
-        is at most `scale_group` and divides the row, e.g. 32 for 288 = 9 x 32.
+        """Effective scale group for rows of `in_features` weights: the largest power of two (times
+        `odd_factor`) that is at most `scale_group` and divides the row, e.g. 32 for 288 = 9 x 32.
 
         Raises:
             VQSchemeError: no such group of at least 16 (or of a vector) exists.
@@ -324,14 +333,16 @@ class VQScheme:
                 f"{self.notation()} needs in_features divisible by {self.vector_size}; {where} has "
                 f"{in_features}. Add it to VQConfig(modules_to_not_convert=[...])."
             )
-        power = in_features & -in_features
+        odd = self.odd_factor if what == "scale group" else 1
+        power = odd * _power_of_two(in_features // odd)
         if size == 0:
             # The whole row; a rotation of the whole row is made of blocks of its power of two.
             if what == "rotation block" and power < min(4, in_features):
                 raise self._too_small(where, in_features, power, what)
             return in_features if what == "scale group" else power
         found = min(size, power)
-        if found < min(size, SMALLEST_GROUP) or found % self.vector_size:
+        cut = found % self.vector_size > 0 and (what == "scale group" or self.odd_factor == 1)
+        if found < min(size, SMALLEST_GROUP) or cut:
             raise self._too_small(where, in_features, power, what)
         return found
 
@@ -364,6 +375,11 @@ class VQScheme:
         if out_features and self.is_scaled:
             bits += 16 * (2 if self.stages == "rerotated" else 1) / out_features
         return bits
+
+
+def _power_of_two(number: int) -> int:
+    """The largest power of two that divides a number; 0 for 0."""
+    return number & -number
 
 
 def _check_int(name: str, value: object, low: int, high: int) -> None:

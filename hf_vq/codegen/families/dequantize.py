@@ -18,7 +18,7 @@ from ...formats.scheme import VQScheme
 from ..jit.device import RESERVED_BYTES, Arch
 from ..plan import DecodePlan, Diagonal, Dtype, RotatePlan, Scope
 
-VECTOR_SIZES = (1, 2, 4, 8, 16)
+LARGEST_VECTOR = 16
 MOST_STAGES = 4
 LARGEST_PANEL = 256  # rows; smaller panels divide it
 
@@ -84,8 +84,8 @@ def decodable(scheme: VQScheme) -> str | None:
         return "rows have a zero"
     if scheme.codebook == "tile" and scheme.largest_entry:
         return "codebooks of tiles hold integers"
-    if scheme.vector_size not in VECTOR_SIZES:
-        return f"vectors have {scheme.vector_size} weights, not one of {VECTOR_SIZES}"
+    if scheme.vector_size > LARGEST_VECTOR:
+        return f"vectors have {scheme.vector_size} weights, more than {LARGEST_VECTOR}"
     if scheme.residuals > MOST_STAGES:
         return f"it has {scheme.residuals} stages, more than {MOST_STAGES}"
     return None
@@ -107,7 +107,8 @@ def candidates(problem: DecodeProblem) -> list[DecodePlan]:
     scope = Scope.E8P if scheme.lattice else Scope.TILE if tiled else Scope.SHARED
     group = scheme.group(problem.in_features)
     tile_rows, tile_columns = scheme.tile if tiled else (0, 0)
-    units = _powers_of_two(_LARGEST_UNIT)
+    odd, largest = scheme.odd_factor, max(scheme.vector_size, _LARGEST_UNIT)
+    units = [odd * size for size in _powers_of_two(largest // odd)]
     plans = (
         DecodePlan(
             threads, 0, problem.out, scheme.vector_size, scheme.entry_bits, scheme.streams, scope,
@@ -193,7 +194,7 @@ def cost(plan: DecodePlan, problem: DecodeProblem) -> Cost:
 
     lookups = share / plan.vector_size * plan.num_codebooks
     entry_bytes = plan.number_bytes * plan.vector_size
-    entry = min(max(entry_bytes, 4), 16)
+    entry = min(max(1 << (entry_bytes - 1).bit_length(), 4), 16)
     rate = _SHARED_LOOKUPS[entry] if plan.codebook_in_shared else L2_LOOKUPS
     span = plan.unit * plan.out.size  # bytes between the stores of neighbouring threads
     units = share / plan.unit

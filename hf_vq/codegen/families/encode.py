@@ -5,8 +5,8 @@ from __future__ import annotations
 from ...formats.scheme import VQScheme
 from ..jit.device import Arch
 from ..plan import EncodePlan, RoundPlan, Scope
-from .dequantize import VECTOR_SIZES
 
+VECTOR_SIZES = (1, 2, 4, 8, 16)
 _THREADS = 256
 _ROUNDING_THREADS = 128
 _ROUNDING_BYTES = 72 << 10  # of rows in shared memory

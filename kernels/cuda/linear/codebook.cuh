@@ -45,8 +45,10 @@ struct Codebook {
     if constexpr (Plan::scope == Scope::E8P) {
       add_e8p(reinterpret_cast<const uint16_t*>(book), code, value);
     } else if constexpr (Plan::integers) {
-      uint32_t word[words_of(x)];
-      load_words<x < 4 ? 4 : x>(book + code * x, word);
+      constexpr int piece = x % 4 ? 4 : x & -x;  // (compiled also for entries that are no integers)
+      uint32_t word[(x + 3) / 4];
+#pragma unroll
+      for (int i = 0; i < x; i += piece) load_words<piece>(book + code * x + i, word + i / 4);
 #pragma unroll
       for (int c = 0; c < x; ++c) value[c] += float(int(word[c / 4] << (24 - c % 4 * 8)) >> 24);
     } else {

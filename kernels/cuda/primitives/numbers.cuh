@@ -191,32 +191,54 @@ constexpr float inverse_root(int power_of_two) {
 
 constexpr int words_of(int bytes) { return bytes < 4 ? 1 : bytes / 4; }
 
-// N neighbouring numbers, a power of two; their address is a multiple of min(N * size_of<D>, 16).
+// N neighbouring numbers; their address is a multiple of min(P * size_of<D>, 16), P the largest power of two in N.
 template <Dtype D, int N> __device__ inline void load_floats(const void* from, float (&value)[N]) {
-  uint32_t word[words_of(N * size_of<D>)];
-  load_words<N * size_of<D>>(from, word);
-  if constexpr (D == Dtype::FLOAT32) {
+  constexpr int piece = N & -N;
+  if constexpr (piece < N) {
 #pragma unroll
-    for (int i = 0; i < N; ++i) value[i] = __uint_as_float(word[i]);
-  } else if constexpr (N == 1) {
-    float none;
-    unpack_pair<D>(word[0], value[0], none);
+    for (int i = 0; i < N; i += piece) {
+      float part[piece];
+      load_floats<D>(static_cast<const char*>(from) + i * size_of<D>, part);
+#pragma unroll
+      for (int j = 0; j < piece; ++j) value[i + j] = part[j];
+    }
   } else {
+    uint32_t word[words_of(N * size_of<D>)];
+    load_words<N * size_of<D>>(from, word);
+    if constexpr (D == Dtype::FLOAT32) {
 #pragma unroll
-    for (int i = 0; i < N; i += 2) unpack_pair<D>(word[i / 2], value[i], value[i + 1]);
+      for (int i = 0; i < N; ++i) value[i] = __uint_as_float(word[i]);
+    } else if constexpr (N == 1) {
+      float none;
+      unpack_pair<D>(word[0], value[0], none);
+    } else {
+#pragma unroll
+      for (int i = 0; i < N; i += 2) unpack_pair<D>(word[i / 2], value[i], value[i + 1]);
+    }
   }
 }
 
 template <Dtype D, int N> __device__ inline void store_floats(void* to, const float (&value)[N]) {
-  uint32_t word[words_of(N * size_of<D>)];
-  if constexpr (D == Dtype::FLOAT32) {
+  constexpr int piece = N & -N;
+  if constexpr (piece < N) {
 #pragma unroll
-    for (int i = 0; i < N; ++i) word[i] = __float_as_uint(value[i]);
-  } else if constexpr (N == 1) {
-    word[0] = pack_pair<D>(value[0], 0.0f);
+    for (int i = 0; i < N; i += piece) {
+      float part[piece];
+#pragma unroll
+      for (int j = 0; j < piece; ++j) part[j] = value[i + j];
+      store_floats<D>(static_cast<char*>(to) + i * size_of<D>, part);
+    }
   } else {
+    uint32_t word[words_of(N * size_of<D>)];
+    if constexpr (D == Dtype::FLOAT32) {
 #pragma unroll
-    for (int i = 0; i < N; i += 2) word[i / 2] = pack_pair<D>(value[i], value[i + 1]);
+      for (int i = 0; i < N; ++i) word[i] = __float_as_uint(value[i]);
+    } else if constexpr (N == 1) {
+      word[0] = pack_pair<D>(value[0], 0.0f);
+    } else {
+#pragma unroll
+      for (int i = 0; i < N; i += 2) word[i / 2] = pack_pair<D>(value[i], value[i + 1]);
+    }
+    store_words<N * size_of<D>>(to, word);
   }
-  store_words<N * size_of<D>>(to, word);
 }
