@@ -9,7 +9,7 @@ layers.<i>.key_rotary_mean          float32 [heads, head_dim], of those that tur
 metadata["hf_vq_kv"]                JSON: format_version, key_scheme, value_scheme, centre_keys;
                                     lists of schemes, if each layer has one of its own, and then
                                     sensitivity, see `KVCodebooks`; with rotary means
-                                    rotary_interleaved
+                                    rotary_interleaved; sinks, if they are not 4
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from transformers.utils import cached_file
 
-from ..errors import VQCacheError, VQError, VQFormatError
+from ..errors import VQCacheError, VQError, VQFormatError, shown
 from ..formats.catalog import Allocation, KVScheme, of_layer, scheme_name
 from ..formats.scheme import VQScheme
 from ..formats.shared import universal_tensor
@@ -36,6 +36,8 @@ FILE_NAME = "kv_codebooks.safetensors"
 FORMAT_VERSION = 2
 """Without rotary means a file is of version 1."""
 KEY = "hf_vq_kv"
+SINKS = 4
+"""First tokens of each sequence that a cache keeps as floats, unless it is told otherwise."""
 _NAME = re.compile(r"layers\.(0|[1-9][0-9]{0,3})\.(key|value|key_mean|key_rotary_mean)")
 _SIDES = "key", "value", "key_mean", "key_rotary_mean"
 _CURE = "Make the file again with `hf-vq calibrate`"
@@ -131,6 +133,7 @@ class KVCodebooks:
         key_rotary_means: float32 [H, head_dim], what is constant in the keys before they turn with
             the position (`ops.rotary_mean`), beside `key_means`; None = there is none.
         rotary_interleaved: keys turn in pairs of channels (2 p, 2 p + 1), else (p, p + r).
+        sinks: first tokens of each sequence, of which nothing was learned.
 
     Raises:
         VQFormatError: a tensor is missing, too many, of a wrong shape or type, or not finite.
@@ -143,6 +146,7 @@ class KVCodebooks:
     sensitivity: list[list[float]] | None = None
     key_rotary_means: list[Tensor | None] | None = None
     rotary_interleaved: bool = False
+    sinks: int = SINKS
 
     def __post_init__(self) -> None:
         lists = (self.keys, self.values, self.key_means, self._turning)
@@ -153,6 +157,10 @@ class KVCodebooks:
         if isinstance(self.scheme, tuple) and len(self.scheme) != len(self):
             raise VQFormatError(
                 f"there are {len(self.scheme)} schemes and tensors for {len(self)} layers. {_CURE}."
+            )
+        if isinstance(self.sinks, bool) or not isinstance(self.sinks, int) or self.sinks < 0:
+            raise VQFormatError(
+                f"the sinks of KVCodebooks are a number of tokens; got {shown(self.sinks)}."
             )
         for layer, (key, value, mean, turning) in enumerate(zip(*lists, strict=True)):
             where, scheme = f"layer {layer}", of_layer(self.scheme, layer)
@@ -235,6 +243,7 @@ class KVCodebooks:
         tensors: dict[str, Tensor],
         sensitivity: list[list[float]] | None = None,
         rotary_interleaved: bool = False,
+        sinks: int = SINKS,
     ) -> KVCodebooks:
         """The inverse of `tensors`, but for layers without any behind the last that has some (with
         a scheme of each layer all are there).
@@ -253,8 +262,9 @@ class KVCodebooks:
         )
         turns = any(part is not None for part in turning)
         return cls(
-            scheme, key, value, mean, sensitivity, turning if turns else None, rotary_interleaved
-        )
+            scheme, key, value, mean, sensitivity, turning if turns else None, rotary_interleaved,
+            sinks,
+        )  # fmt: skip
 
     def save(self, path: Path) -> None:
         """Write the file `path`: the old one stays whole until the new one is.
@@ -268,6 +278,7 @@ class KVCodebooks:
             **described(self.scheme),
             **({} if self.sensitivity is None else {"sensitivity": self.sensitivity}),
             **({"rotary_interleaved": self.rotary_interleaved} if turns else {}),
+            **({} if self.sinks == SINKS else {"sinks": self.sinks}),
         }
         safetensors_file.write(Path(path), self.tensors(), KEY, description)
 
@@ -282,10 +293,11 @@ class KVCodebooks:
             Path(path), KEY, FORMAT_VERSION, "KV codebooks", "`hf-vq calibrate`"
         )
         try:
-            interleaved = {"rotary_interleaved": False, **description}
+            known = {"rotary_interleaved": False, "sinks": SINKS, **description}
             return cls.from_tensors(
                 scheme_in(description), tensors, description.get("sensitivity"),
-                safetensors_file.typed(interleaved, "rotary_interleaved", bool),
+                safetensors_file.typed(known, "rotary_interleaved", bool),
+                safetensors_file.typed(known, "sinks", int),
             )  # fmt: skip
         except KeyError as error:
             raise VQFormatError(f"{path}: its description lacks {error}. {_CURE}.") from None

@@ -29,7 +29,7 @@ from ..formats.catalog import (
     kv_allocation,
     scheme_name,
 )
-from .codebooks import KVCodebooks, cure, find, learned, needs_codebooks, title
+from .codebooks import SINKS, KVCodebooks, cure, find, learned, needs_codebooks, title
 from .key_means import Calibrated
 from .layer import LayerOptions, VQCacheLayer
 from .prompt import Prompt
@@ -85,7 +85,7 @@ class VQCache(Cache):
         self,
         config: PreTrainedConfig,
         scheme: str | KVScheme | Sequence[str | KVScheme] = "u4",
-        sinks: int = 4,
+        sinks: int = SINKS,
         window: int = 64,
         max_cache_len: int | None = None,
         strict: bool = False,
@@ -121,7 +121,7 @@ class VQCache(Cache):
         # DynamicCache knows, in every version of Transformers, which layer of a config is what.
         layers = DynamicCache(config=config).layers
         _check_count(self.options.scheme, len(layers))
-        means, books = _calibrated(self.options.scheme, len(layers), key_means, codebooks)
+        means, books = _calibrated(self.options, len(layers), key_means, codebooks)
         self.codebooks = codebooks
         for index, layer in enumerate(layers):
             arguments = self.options, self.prompt, index, means[index], books[index]
@@ -411,13 +411,13 @@ def _check_count(scheme: Allocation, layers: int) -> None:
 
 
 def _calibrated(
-    scheme: Allocation,
+    options: LayerOptions,
     layers: int,
     key_means: Sequence[Tensor | Calibrated | None] | None,
     codebooks: KVCodebooks | None,
 ) -> tuple[Sequence[Calibrated | None], Sequence[tuple[Tensor | None, Tensor | None]]]:
     """Of each layer: the means of its keys, and the codebooks of its keys and its values."""
-    means = _checked_means(key_means, layers)
+    means, scheme = _checked_means(key_means, layers), options.scheme
     if codebooks is None:
         if needs_codebooks(scheme):
             raise VQCacheError(f"{title(scheme)} needs learned codebooks: {cure(scheme)}.")
@@ -428,6 +428,13 @@ def _calibrated(
         )
     if key_means is not None:
         raise VQCacheError("VQCache takes key_means or codebooks, which hold means, but not both.")
+    if needs_codebooks(scheme) and not options.sinks and codebooks.sinks:
+        warnings.warn(
+            f"nothing was learned of the first {codebooks.sinks} tokens of sequences, whose keys "
+            "are unlike all others, and a cache with sinks=0 codes them: it may lose much. Keep "
+            f"sinks={codebooks.sinks}, or learn with `hf-vq calibrate --sinks 0`.",
+            stacklevel=3,
+        )
     return codebooks.for_model(scheme, layers)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from ..cache.argument import cache_argument
-from ..cache.codebooks import KVCodebooks, learned, title
+from ..cache.codebooks import SINKS, KVCodebooks, learned, title
 from ..cache.rotary import inverse_frequencies, least_strength
 from ..errors import VQCacheError, shown
 from ..fit.kv import TokenSample, fit_kv_codebook
@@ -29,7 +29,6 @@ from ..ops.rotary_mean import KeyMoments, interleave
 from ..progress import bar
 from .text import context_of, sequences_of
 
-SINKS = 4  # first tokens of a sequence: their keys are outliers, so a cache keeps them as floats
 TOKENS = 8192
 _MIN_PER_ENTRY = 8  # tokens for each entry of a codebook; with fewer it overfits
 
@@ -45,6 +44,7 @@ def calibrate_kv(
     context: int | None = None,
     samples: int = TOKENS,
     fisher: bool = False,
+    sinks: int = SINKS,
     seed: int = 0,
     progress: bool = True,
 ) -> KVCodebooks:
@@ -66,6 +66,8 @@ def calibrate_kv(
         samples: tokens of each layer for k-means, drawn evenly: bounds the memory.
         fisher: weight vectors by the squared gradient of the text's likelihood, as CQ does; for
             schemes with codebooks per channel group. Needs a backward pass.
+        sinks: of the cache: first tokens of each sequence, which it keeps as floats. Their keys are
+            outliers, so nothing is learned of them.
         seed: seed of samples, k-means and sampled text. Equal arguments give equal codebooks.
         progress: show progress bars.
 
@@ -88,14 +90,20 @@ def calibrate_kv(
     entries = max(part.entries if learned(part) else 1 for part in (kv.key, kv.value))
     check_number("tokens", tokens, max(MIN_CONTEXT, _MIN_PER_ENTRY * entries))
     check_number("samples", samples, _MIN_PER_ENTRY * entries)
+    check_number("sinks", sinks, 0)
     context = min(context, tokens)
+    if sinks >= context:
+        raise VQCacheError(
+            f"calibration(sinks=...) must be less than the {context} tokens of a sequence; got "
+            f"{sinks}."
+        )
     was_training = model.training
     model.eval()
     try:
         sequences = sequences_of(model, text, tokenizer, tokens, context, seed, progress)
         config = model.config if kv.centre_keys and not sides[0] else None
         sizes = [samples if side else 0 for side in sides]
-        record = _Record(sizes, kv.centre_keys, seed, config)
+        record = _Record(sizes, kv.centre_keys, sinks, seed, config)
         for ids in bar(sequences, "recording", progress):
             run_recorded(model, ids, record, fisher)
     finally:
@@ -108,6 +116,9 @@ def calibrate_kv(
 class Listener(Protocol):
     """Receiver of the keys and values of a running model."""
 
+    sinks: int
+    """First tokens of a sequence, whose keys and values it does not receive."""
+
     def add(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Receive keys and values [B, H, n, D] of a layer, without the sinks."""
 
@@ -118,11 +129,14 @@ class _Record:
     Args:
         sizes: numbers of tokens to sample, of keys and of values.
         means: compute the mean of the keys.
+        sinks: first tokens of a sequence, which are left out.
         config: of the model whose keys turn with the position; None = do not look.
     """
 
-    def __init__(self, sizes: Sequence[int], means: bool, seed: int, config: Any = None) -> None:
-        self.sizes, self.seed, self.config = sizes, seed, config
+    def __init__(
+        self, sizes: Sequence[int], means: bool, sinks: int, seed: int, config: Any = None
+    ) -> None:
+        self.sizes, self.sinks, self.seed, self.config = sizes, sinks, seed, config
         self.moments: dict[int, tuple[KeyMoments, KeyMoments] | None] = {}
         self.wanted = (means or sizes[0] > 0, sizes[1] > 0)
         self.layers: dict[int, tuple[TokenSample, TokenSample]] = {}
@@ -138,12 +152,13 @@ class _Record:
                 sample.add(tokens)
         if layer not in self.moments:
             self.moments[layer] = self._moments(layer, keys)
-        positions = torch.arange(SINKS, SINKS + keys.shape[2], device=keys.device)
+        end = self.sinks + keys.shape[2]
+        positions = torch.arange(self.sinks, end, device=keys.device)
         for moments in self.moments[layer] or ():
             moments.add(keys, positions)
 
     def _moments(self, layer: int, keys: Tensor) -> tuple[KeyMoments, KeyMoments] | None:
-        length, dim = SINKS + keys.shape[2], keys.shape[3]
+        length, dim = self.sinks + keys.shape[2], keys.shape[3]
         found = inverse_frequencies(self.config, layer, dim, length)
         if found is None or least_strength(keys.device) == math.inf:
             return None
@@ -182,7 +197,8 @@ class _RecordingCache(DynamicCache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Record all tokens but the sinks, the first ones: an update is a whole sequence."""
-        self.listener.add(layer_idx, key_states[:, :, SINKS:], value_states[:, :, SINKS:])
+        first = self.listener.sinks
+        self.listener.add(layer_idx, key_states[:, :, first:], value_states[:, :, first:])
         states: tuple[Tensor, Tensor] = super().update(
             key_states, value_states, layer_idx, *args, **kwargs
         )
@@ -237,7 +253,7 @@ def _run_backwards(model: Any, ids: Tensor, listener: Listener) -> None:
     gradients = iter(torch.autograd.grad(loss, zeros))
     for layer, states in cache.seen.items():
         key, value = (torch.cat([s.float(), next(gradients).float()], -1) for s in states)
-        listener.add(layer, key[:, :, SINKS:], value[:, :, SINKS:])
+        listener.add(layer, key[:, :, listener.sinks :], value[:, :, listener.sinks :])
 
 
 def _fit(
@@ -277,6 +293,7 @@ def _fit(
     return KVCodebooks(
         kv, keys, values, means,
         key_rotary_means=rotary_means if turning else None, rotary_interleaved=interleaved,
+        sinks=record.sinks,
     )  # fmt: skip
 
 

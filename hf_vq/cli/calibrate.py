@@ -46,6 +46,10 @@ def add_calibrate(verbs: Any) -> argparse.ArgumentParser:
     verb.add_argument(
         "--candidates", nargs="+", metavar="S", help="schemes that --target-bits chooses from"
     )
+    verb.add_argument(
+        "--sinks", type=int, metavar="N",
+        help="for --kv: first tokens, of which nothing is learned (default: 4)",
+    )  # fmt: skip
     verb.add_argument("--seed", type=int, default=0, metavar="N", help="default: %(default)s")
     add_skip(verb)
     verb.add_argument("--device", help="for weights: device that computes the blocks")
@@ -67,6 +71,8 @@ def _calibrate(args: argparse.Namespace) -> None:
                 raise VQConfigError(f"--{option} is for the weights, not for --kv.")
         _calibrate_cache(args)
         return
+    if args.sinks is not None:
+        raise VQConfigError("--sinks is for --kv, not for the weights.")
     from ..calibration.distributed import launched
     from ..calibration.resume import discard_if_saved
     from ..hf.calibration_options import OWN_WORDS
@@ -101,6 +107,8 @@ def _calibrate_cache(args: argparse.Namespace) -> None:
     target = _number(args.kv)
     if target is None:
         kv_scheme(args.kv)
+    elif args.sinks is not None:
+        raise VQConfigError("--sinks is for a scheme of --kv, not for its mean bits.")
     folder = Path(args.out or args.model)
     if args.out is None and not folder.is_dir():
         raise VQConfigError(f"{args.model} is not a directory; give OUT.")
@@ -113,7 +121,8 @@ def _calibrate_cache(args: argparse.Namespace) -> None:
     options = {"context": args.context, "seed": args.seed}
     options |= {"tokens": args.tokens} if args.tokens else {}
     if target is None:
-        codebooks = calibrate_kv(model, args.kv, text, tokenizer, **options)
+        sinks = {} if args.sinks is None else {"sinks": args.sinks}
+        codebooks = calibrate_kv(model, args.kv, text, tokenizer, **options, **sinks)
     else:
         codebooks = allocate_kv(model, text, tokenizer, target_bits=target, **options)
     try:

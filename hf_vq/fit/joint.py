@@ -74,6 +74,7 @@ class _JointFit:
         x, entries, stages = self.size, self.scheme.entries, self.scheme.streams
         self.books = rows.new_zeros(len(self.tiles), stages, entries, x)
         self.codes = torch.zeros(n, columns // x, stages, dtype=torch.int64, device=rows.device)
+        self.panel = max(_PANEL // x, 1) * x
         tile = torch.arange(columns // x, device=rows.device) // (self.tile // x)
         stage = torch.arange(stages, device=rows.device)
         self.offset = (tile[:, None] * stages + stage) * entries  # [vectors, z]
@@ -179,8 +180,8 @@ class _JointFit:
 
     def _with_feedback(self, left: Tensor, tile: int, columns: slice) -> None:
         """Codes of a tile; `left` [n, in] passes the errors on."""
-        for start in range(columns.start, columns.stop, _PANEL):
-            panel = slice(start, min(start + _PANEL, columns.stop))
+        for start in range(columns.start, columns.stop, self.panel):
+            panel = slice(start, min(start + self.panel, columns.stop))
             errors = torch.empty_like(left[:, panel])
             for first in range(panel.start, panel.stop, self.size):
                 block, later = slice(first, first + self.size), slice(first + self.size, panel.stop)
@@ -271,8 +272,8 @@ class _JointFit:
         """Every vector once more, from left to right, with all others as they are."""
         pull = (self.rows - self._scaled(self.entries())) @ self.moments
         for tile, columns in enumerate(self.tiles):
-            for start in range(columns.start, columns.stop, _PANEL):
-                self._sweep_panel(pull, tile, slice(start, min(start + _PANEL, columns.stop)))
+            for start in range(columns.start, columns.stop, self.panel):
+                self._sweep_panel(pull, tile, slice(start, min(start + self.panel, columns.stop)))
 
     def _sweep_panel(self, pull: Tensor, tile: int, panel: slice) -> None:
         moved = torch.zeros_like(pull[:, panel])

@@ -265,8 +265,9 @@ def in_order(
         nearest: given which columns, and what is left of them [width, rows], what they become.
     """
     left, errors = columns.clone(), torch.empty_like(columns)
-    for panel in range(0, len(left), _PANEL):
-        end = min(panel + _PANEL, len(left))
+    step = max(_PANEL // width, 1) * width
+    for panel in range(0, len(left), step):
+        end = min(panel + step, len(left))
         for first in range(panel, end, width):
             block, later = slice(first, first + width), slice(first + width, end)
             errors[block] = whiten[block, block] @ (left[block] - nearest(block, left[block]))

@@ -168,8 +168,7 @@ class VQScheme:
             or _power_of_two(group // odd) < group // odd,
             "rotation_block must be 0 or a power of two": _power_of_two(block) < block,
             "scale_group and rotation_block must be multiples of vector_size": (
-                group % self.vector_size > 0
-                or (odd == 1 and self.rotation != "none" and block % self.vector_size > 0)
+                group % self.vector_size > 0 or (odd == 1 and block % self.vector_size > 0)
             ),
         }
 
@@ -333,24 +332,24 @@ class VQScheme:
                 f"{self.notation()} needs in_features divisible by {self.vector_size}; {where} has "
                 f"{in_features}. Add it to VQConfig(modules_to_not_convert=[...])."
             )
-        odd = self.odd_factor if what == "scale group" else 1
-        power = odd * _power_of_two(in_features // odd)
+        power = _power_of_two(in_features)
+        if what == "scale group":
+            power *= self.odd_factor
         if size == 0:
             # The whole row; a rotation of the whole row is made of blocks of its power of two.
             if what == "rotation block" and power < min(4, in_features):
                 raise self._too_small(where, in_features, power, what)
             return in_features if what == "scale group" else power
         found = min(size, power)
-        cut = found % self.vector_size > 0 and (what == "scale group" or self.odd_factor == 1)
-        if found < min(size, SMALLEST_GROUP) or cut:
+        if found < min(size, SMALLEST_GROUP):
             raise self._too_small(where, in_features, power, what)
         return found
 
     @staticmethod
     def _too_small(where: str, in_features: int, power: int, what: str) -> VQSchemeError:
         return VQSchemeError(
-            f"{where} has in_features={in_features}, whose largest power-of-two divisor "
-            f"{power} is too small for a {what}. "
+            f"{where} has in_features={in_features}: the largest {what} that divides them, "
+            f"{power}, is too small. "
             "Add it to VQConfig(modules_to_not_convert=[...])."
         )
 

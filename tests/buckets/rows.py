@@ -239,7 +239,8 @@ class RoundCase:
             apart.append((vectors - entries).norm(dim=1))
             length = entries.norm(dim=1)
             rounding += 2 * eps * (vectors.norm(dim=1) * length + length.square() / 2)
-        nearest = apart[1] * (1 + 2.0**-8)  # beams may end at other entries
+        # Beams of several stages may end at other entries.
+        nearest = apart[1] * (1 + 2.0**-8 if scheme.streams > 1 else 1)
         allowed = (nearest.square() + rounding).sqrt() + self.size * 2.0**-24 * vectors.abs().max()
         wrong = int((~(apart[0] <= allowed)).sum())
         assert not wrong, f"{wrong} of {len(vectors)} codes are farther than by the reference"

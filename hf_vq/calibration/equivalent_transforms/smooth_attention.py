@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...cache.codebooks import SINKS
 from ...errors import VQCalibrationError
 from ...hf.calibration_options import MIN_CONTEXT
 from ...progress import bar
@@ -76,6 +77,8 @@ def smooth_attention(
 
 class Largest:
     """The largest absolute key of every layer, head and channel."""
+
+    sinks = SINKS
 
     def __init__(self) -> None:
         self.of: dict[int, Tensor] = {}

@@ -30,7 +30,7 @@ def decodable_kv(scheme: VQScheme, head_dim: int) -> str | None:
     if scheme.has_scale and scheme.group(head_dim) != head_dim:
         return "several scales per token"
     unit = DecodeKVPlan.UNIT
-    if x > unit or bits % x or head_dim % unit or head_dim > _LARGEST_HEAD:
+    if unit % x or bits % x or head_dim % unit or head_dim > _LARGEST_HEAD:
         return f"codes of {unit} channels are not whole bytes, or head_dim {head_dim} too large"
     if not _slice(scheme, head_dim):
         return "its codebooks do not fit into shared memory"

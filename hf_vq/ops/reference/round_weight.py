@@ -27,8 +27,9 @@ def round_weight(
     unit = scale.float().T.repeat_interleave(each, 0)[:, None]  # [blocks, 1, n]
     divisor, n = unit.clamp_min(1e-30), len(rows)
     errors, codes = torch.empty_like(left), []
-    for panel in range(0, size, _PANEL):
-        end = min(panel + _PANEL, size)
+    step = max(_PANEL // width, 1) * width
+    for panel in range(0, size, step):
+        end = min(panel + step, size)
         for first in range(panel, end, width):
             block, later = slice(first, first + width), slice(first + width, end)
             vectors = (left[:, block] / divisor).transpose(1, 2).reshape(-1, width)

@@ -32,7 +32,7 @@ constexpr int units = Plan::slice / unit, slices = dim / Plan::slice;
 constexpr int entries = 1 << Plan::entry_bits, groups = Plan::learned ? Plan::slice / x : 1;
 constexpr int table_bytes = groups * entries * x * 2;
 constexpr int at_a_time = Plan::threads / units;  // tokens
-static_assert(Plan::entry_bits % x == 0 && x <= unit && Plan::slice % unit == 0 && dim % Plan::slice == 0, "whole bytes");
+static_assert(Plan::entry_bits % x == 0 && unit % x == 0 && Plan::slice % unit == 0 && dim % Plan::slice == 0, "whole bytes");
 
 // Codes of 8 channels, from bytes that begin at a multiple of nothing.
 struct Unit {

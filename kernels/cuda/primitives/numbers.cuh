@@ -191,7 +191,7 @@ constexpr float inverse_root(int power_of_two) {
 
 constexpr int words_of(int bytes) { return bytes < 4 ? 1 : bytes / 4; }
 
-// N neighbouring numbers; their address is a multiple of min(P * size_of<D>, 16), P the largest power of two in N.
+// N neighbouring numbers; their address is a multiple of min(P * size_of<D>, 16), P the largest power of two that divides N.
 template <Dtype D, int N> __device__ inline void load_floats(const void* from, float (&value)[N]) {
   constexpr int piece = N & -N;
   if constexpr (piece < N) {

@@ -9,6 +9,8 @@ import torch
 from hf_vq import dispatch, ops
 from hf_vq.backends.cuda.linear import dequantize
 from hf_vq.codegen.families.dequantize import decodable
+from hf_vq.codegen.families.dequantize_rotated import restorable
+from hf_vq.codegen.plan import Dtype
 from hf_vq.formats import WEIGHT_SCHEMES, VQScheme, weight_scheme
 from hf_vq.formats.stored_weight import flat
 from tests.fixtures.cuda_layers import ODD, ROTATED_BACK, poison, stored
@@ -40,12 +42,14 @@ def gradient(grad, tensors, scheme, in_features):
 
 
 def check(found, grad, tensors, scheme):
-    """The error is at most twice that of a product with the decoded weight, rounded."""
+    """The error is at most twice that of PyTorch's product with the decoded weight, rounded, and
+    what stages and rotations of rows in fp16 lose (`test_rows_that_are_rotated_back`)."""
     columns, dtype = found.shape[-1], grad.dtype
     rows = ops.decode_weight(tensors, scheme, columns)
     exact = grad.double() @ rows.double()
     same = grad @ rows.to(dtype)
-    eps = (torch.finfo(dtype).eps + 2.0**-20) * exact.norm()
+    lost = 0.0 if restorable(scheme, columns, Dtype(str(dtype)[6:])) else 2.0**-11
+    eps = (lost * (scheme.streams + 3) + 2.0**-20) * exact.norm()
     assert found.dtype == dtype and found.shape == (*grad.shape[:-1], columns)
     assert (found.double() - exact).norm() <= 2 * (same.double() - exact).norm() + eps
 
@@ -62,13 +66,19 @@ def test_product_with_the_decoded_weight(spec, rows, columns, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["vq-4", "gptvq-2", "turboquant-4-scaled", "turboquant-2+2"])
+@pytest.mark.parametrize("name", ["vq-4", "gptvq-2", "turboquant-4-scaled"])
 def test_rows_in_several_parts(name, dtype, monkeypatch):
-    """Where they stay rotated, too: in float32."""
-    scheme, tensors = stored(weight_scheme(name).spec(), 1000, 512)
+    """Sixteen, summed in float32: sums of 16 bits would be more than twice as wrong as PyTorch's
+    product. Rows in float32 stay rotated."""
+    scheme, tensors = stored(weight_scheme(name).spec(), 4000, 512)
     monkeypatch.setattr(dequantize, "DECODED_BYTES", 1)
-    grad = torch.randn(40, 1000, device="cuda").to(dtype)
-    check(gradient(grad, tensors, scheme, 512), grad, tensors, scheme)
+    grad = torch.randn(40, 4000, device="cuda").to(dtype)
+    found = gradient(grad, tensors, scheme, 512)
+    check(found, grad, tensors, scheme)
+    rows = ops.decode_weight(tensors, scheme, 512)
+    exact, same = grad.double() @ rows.double(), grad @ rows.to(dtype)
+    if dtype != torch.float32:
+        assert (found.double() - exact).norm() <= 2 * (same.double() - exact).norm()
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2])
@@ -112,9 +122,11 @@ def test_gradients_at_odd_places():
         check(gradient(grad, other, scheme, 256), grad, tensors, scheme)
 
 
-def test_autocast_does_not_lower_it():
-    scheme, tensors = stored(weight_scheme("vq-4").spec(), 24, 256)
-    grad = torch.randn(200, 24, device="cuda")
+def test_autocast_does_not_lower_it(monkeypatch):
+    """In several parts, whose products autocast would make in bfloat16."""
+    scheme, tensors = stored(weight_scheme("vq-4").spec(), 1000, 256)
+    monkeypatch.setattr(dequantize, "DECODED_BYTES", 1)
+    grad = torch.randn(200, 1000, device="cuda")
     plain = gradient(grad, tensors, scheme, 256)
     with torch.autocast("cuda", torch.bfloat16):
         assert torch.equal(gradient(grad, tensors, scheme, 256), plain)

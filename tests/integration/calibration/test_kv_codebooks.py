@@ -19,9 +19,9 @@ from transformers.cache_utils import DynamicCache
 
 import hf_vq
 from hf_vq import KVScheme, VQCache, VQCacheError, VQCalibrationError, VQSchemeError
-from hf_vq.cache.codebooks import KVCodebooks
+from hf_vq.cache.codebooks import SINKS, KVCodebooks
 from hf_vq.calibration import kv_codebooks as calibrate
-from hf_vq.calibration.kv_codebooks import SINKS, calibrate_kv
+from hf_vq.calibration.kv_codebooks import calibrate_kv
 from hf_vq.calibration.text import sample_text, spread
 from hf_vq.fit.kv import fit_kv_codebook
 from hf_vq.formats import KV_SCHEMES
@@ -39,7 +39,7 @@ def text(count=400, seed=0):
     return torch.randint(3, 96, (count,), generator=torch.Generator().manual_seed(seed))
 
 
-def exact_states(model, ids):
+def exact_states(model, ids, sinks=SINKS):
     """Keys and values of every layer without the sinks, by the cache that the model makes."""
     layers = {}
     with torch.no_grad():
@@ -48,7 +48,7 @@ def exact_states(model, ids):
             model(row[None], past_key_values=cache)
             for index, layer in enumerate(cache.layers):
                 layers.setdefault(index, []).append(
-                    (layer.keys[0, :, SINKS:], layer.values[0, :, SINKS:])
+                    (layer.keys[0, :, sinks:], layer.values[0, :, sinks:])
                 )
     return {
         index: [torch.cat(side, 1) for side in zip(*parts, strict=True)]
@@ -66,6 +66,23 @@ def test_codebooks_are_those_of_the_keys_after_rope(load, scheme):
     assert found.values == [None, None] and found.key_means == [None, None]
     for layer, (keys, _) in exact_states(model, ids).items():
         assert torch.equal(found.keys[layer], fit_kv_codebook(keys, found.scheme.key, seed=3))
+
+
+@pytest.mark.parametrize("sinks", [0, 7])
+def test_sinks_are_those_of_the_cache(load, sinks, tmp_path, recwarn):
+    """First tokens that a cache codes are learned of; a cache of codebooks without them is told."""
+    model = load("llama")
+    ids = text(160).reshape(5, 32)
+    calibrate_kv(model, "nomad-4", ids, sinks=sinks, **SMALL).save(tmp_path / "books")
+    found = KVCodebooks.load(tmp_path / "books")
+    assert found.sinks == sinks
+    for layer, (keys, _) in exact_states(model, ids, sinks).items():
+        assert torch.equal(found.keys[layer], fit_kv_codebook(keys, found.scheme.key))
+    VQCache(model.config, "nomad-4", sinks=sinks, codebooks=found)
+    assert not recwarn
+    if sinks:
+        with pytest.warns(UserWarning, match="first 7 tokens.*--sinks 0"):
+            VQCache(model.config, "nomad-4", sinks=0, codebooks=found)
 
 
 def test_values_and_means(load):
@@ -233,6 +250,8 @@ def test_text_that_the_model_writes(load):
         ({"tokens": True}, VQCacheError, "tokens"),
         ({"scheme": "cq-4"}, VQCacheError, "tokens=...\\) must be at least 2048; got 160"),
         ({"samples": 100}, VQCacheError, "samples=...\\) must be at least 128"),
+        ({"sinks": -1}, VQCacheError, "sinks=...\\) must be at least 0; got -1"),
+        ({"sinks": 32}, VQCacheError, "less than the 32 tokens of a sequence; got 32"),
         ({"context": 8}, VQCacheError, "context=...\\) must be at least 16"),
         ({"context": 65}, VQCalibrationError, "context=65 is more than the 64 tokens"),
         (

@@ -239,8 +239,13 @@ def test_calibrate_replaces_only_when_told(copied, eval_text, tmp_path, capsys):
     path = copied / "kv_codebooks.safetensors"
     path.write_bytes(b"other")
     assert "--force" in wrong(*arguments, "--kv", "u4", capsys=capsys)
+    assert "not for its mean bits" in wrong(*arguments, "--kv", "3", "--sinks", "0", capsys=capsys)
+    weights = ["calibrate", copied, tmp_path / "out", "--scheme", "vq-4", "--sinks", "0"]
+    assert "--sinks is for --kv" in wrong(*weights, capsys=capsys)
     assert path.read_bytes() == b"other"
-    assert main([*map(str, arguments), "--kv", "u4", "--force", "--seed", "1"]) == 0
+    more = ["--kv", "u4", "--force", "--seed", "1", "--sinks", "0"]
+    assert main([*map(str, arguments), *more]) == 0
+    assert KVCodebooks.load(path).sinks == 0
     assert "u4: means of keys in 2 layers" in capsys.readouterr().out
     assert KVCodebooks.load(path).key_means[0].shape == (2, 32)
     elsewhere = tmp_path / "new" / "folder"

@@ -105,6 +105,8 @@ good = torch.zeros(2, 8, 256, 2).half()
         (wrong(keys=[good, 7]), "got int"),
         (wrong(values=[good[:1], good]), "2 heads of keys and 1 of values"),
         (wrong(values=[good, good + torch.nan]), "layer 1, values: NaN"),
+        (wrong(sinks=-1), "sinks of KVCodebooks are a number of tokens; got -1"),
+        (wrong(sinks=True), "sinks of KVCodebooks"),
         (wrong(key_means=[None, torch.zeros(2, 16)]), "does not centre keys"),
         (wrong(keys=[None, None], values=[None, None]), "no codebook and no mean"),
         (wrong(scheme=KV_SCHEMES["u4"]), "layer 0, keys: codebooks were given, but.*universal"),

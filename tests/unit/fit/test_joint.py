@@ -11,6 +11,7 @@ from hf_vq.fit.joint import _JointFit
 from hf_vq.fit.ldlq import Feedback
 from hf_vq.fit.rows import RowFitter
 from hf_vq.formats import VQScheme
+from hf_vq.ops import decode_weight
 
 TENSOR = VQScheme.parse("vq4x4r2-tensor-g0-none")
 TILES = VQScheme.parse("vq4x4r1-tile16x32-g16-none")
@@ -97,6 +98,21 @@ def test_codebooks_learned_with_feedback_beat_those_without():
     assert fitted.output_error < 0.9 * start.output_error
     books = fitted.tensors["codebook"]
     assert books.shape == (2, 2, 32, 4) and fitted.tensors["codes"].shape == (64, 20)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    ["vq3x4r1-tensor-g96-hadamard64", "vq6x3r2-tensor-g0-none", "vq3x4r1-tile16x192-g0-none"],
+)
+def test_vectors_that_do_not_divide_a_panel(spec):
+    """Errors are passed on in panels of whole vectors."""
+    scheme = VQScheme.parse(spec)
+    weight, feedback = torch.randn(16, 384), Feedback(correlated(384), scheme)
+    fitted = fit_weight(weight, scheme, feedback=feedback)
+    wrong = (decode_weight(fitted.tensors, scheme, 384) - weight).double()
+    lost = float(((wrong @ feedback.moments.double()) * wrong).sum())
+    plain = decode_weight(fit_weight(weight, scheme).tensors, scheme, 384) - weight
+    assert lost < 0.8 * float(((plain.double() @ feedback.moments.double()) * plain).sum())
 
 
 @pytest.mark.slow

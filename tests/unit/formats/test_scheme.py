@@ -180,6 +180,8 @@ def test_codebooks_of_a_kv_cache():
         ({"scale_group": 96}, "scale_group must be 0 or a power of two[.]"),
         ({"vector_size": 3}, "scale_group must be 0 or a power of two times 3"),
         ({"rotation_block": 96}, "rotation_block must be 0 or a power of two"),
+        ({"vector_size": 4, "rotation_block": 2}, "must be multiples of vector_size"),
+        ({"vector_size": 6, "scale_group": 3}, "must be multiples of vector_size"),
         ({"rotation": "fourier"}, "rotation must be one of"),
         ({"codebook": None}, None),
         ({"stages": "nested"}, "residuals=2"),

@@ -39,5 +39,5 @@ def test_groups_and_blocks_of_vectors_that_divide_neither():
     assert scheme.group(3 * 80) == 48 and scheme.block(3 * 80) == 16
     with pytest.raises(VQSchemeError, match="divisible by 3; the tensor has 256"):
         scheme.group(256)
-    with pytest.raises(VQSchemeError, match="too small for a scale group"):
-        VQScheme.parse("vq12x5r1-tensor-g96-none").group(12 * 5 * 2 + 24 * 5 + 12)
+    with pytest.raises(VQSchemeError, match="largest scale group that divides them, 12, is too"):
+        VQScheme.parse("vq12x5r1-tensor-g96-none").group(12 * 21)
