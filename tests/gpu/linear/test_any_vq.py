@@ -11,8 +11,8 @@ from hf_vq import dispatch, ops
 from hf_vq.backends.cuda.linear import dequantize
 from hf_vq.formats import VQScheme
 from hf_vq.ops.reference import codes as reference
-from tests.fixtures.any_vq import ENTRY_BITS, VECTOR_SIZES, schemes_of
 from tests.fixtures.cuda_layers import check, poison, stored
+from tests.fixtures.random_weights import ENTRY_BITS, VECTOR_SIZES, schemes_of
 
 pytestmark = [
     pytest.mark.gpu,

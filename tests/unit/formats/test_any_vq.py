@@ -11,8 +11,7 @@ from hf_vq.errors import VQSchemeError
 from hf_vq.formats import VQScheme
 from hf_vq.formats.stored_weight import StoredWeight
 from hf_vq.ops.reference import codes as reference
-from tests.fixtures.any_vq import ENTRY_BITS, VECTOR_SIZES, schemes_of
-from tests.fixtures.random_weights import random_tensors
+from tests.fixtures.random_weights import ENTRY_BITS, VECTOR_SIZES, random_tensors, schemes_of
 
 
 @pytest.mark.parametrize("bits", ENTRY_BITS)
