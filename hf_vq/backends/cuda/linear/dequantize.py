@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -150,6 +150,26 @@ def _ready(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     if tensor.dtype != dtype or not tensor.is_contiguous():
         tensor = tensor.to(dtype).contiguous()
     return tensor if tensor.data_ptr() % _ALIGNED == 0 else tensor.clone()
+
+
+def elsewhere(here: torch.device, name: str, device: torch.device) -> VQFormatError:
+    """The error where a tensor of a weight is not on the device of the input."""
+    return VQFormatError(
+        f"the input is on {here}, but the {name} of the weight on {device}: "
+        "move the layer, or let accelerate do it."
+    )
+
+
+def check_places(tensors: Sequence[Tensor | None], scheme: VQScheme, device: torch.device) -> None:
+    """Check that codes, codebook, scales and rotation, if there is one, are on a device.
+
+    Raises:
+        VQFormatError: one is not. A kernel would read another device's address.
+    """
+    names = "codes", "codebook", "scale", "diagonal" if scheme.is_scaled else "signs"
+    for name, tensor in zip(names, tensors, strict=True):
+        if tensor is not None and tensor.device != device:
+            raise elsewhere(device, name, tensor.device)
 
 
 class DeviceWeight:
@@ -359,6 +379,7 @@ def linear(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> Tensor:
     y = x.new_empty(*x.shape[:-1], out_features)
     if not y.numel():
         return y
+    check_places(weight.first, scheme, x.device)
     with on_device(x.get_device()):
         inputs = _ready(x, x.dtype).view(-1, in_features)
         if _stays_rotated(scheme, in_features, x.dtype):
@@ -383,6 +404,7 @@ def input_gradient(grad: Tensor, weight: StoredWeight) -> Tensor:
     x = grad.new_empty(*grad.shape[:-1], in_features)
     if not grad.numel():
         return x.zero_()
+    check_places(weight.first, scheme, grad.device)
     with on_device(grad.get_device()):
         tokens = _ready(grad, grad.dtype).view(-1, out_features)
         product = total = x.view(-1, in_features)

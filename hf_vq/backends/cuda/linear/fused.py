@@ -30,6 +30,8 @@ from .dequantize import (
     DTYPES,
     DeviceWeight,
     RotateArguments,
+    check_places,
+    elsewhere,
     on_device,
     ready_diagonal,
     second_codes,
@@ -136,7 +138,7 @@ class _Call:
         self.changing: list[tuple[str, ...]] = []  # arguments of each that change
         for i, (layer, blocks) in enumerate(zip(layers, launch.blocks, strict=True)):
             if x.device != layer.device:
-                raise VQFormatError(_elsewhere(x, "codes", layer.device))
+                raise elsewhere(x.device, "codes", layer.device)
             codes, codebook, scale = layer.addresses
             fixed = {
                 "codes": codes, "codebook": codebook, "scale": scale,
@@ -173,13 +175,6 @@ def _readable(x: Tensor) -> Tensor:
     return x
 
 
-def _elsewhere(x: Tensor, name: str, device: torch.device) -> str:
-    return (
-        f"the input is on {x.device}, but the {name} of the weight on {device}: "
-        "move the layer, or let accelerate do it."
-    )
-
-
 def _layer(x: Tensor, weight: StoredWeight, tensors: Read) -> tuple[_Layer, object]:
     """The layer of a weight, and what must live until it was launched.
 
@@ -211,13 +206,7 @@ def _layer(x: Tensor, weight: StoredWeight, tensors: Read) -> tuple[_Layer, obje
         ):
             known.latest = layer
             return layer, None
-    for name, tensor in zip(
-        ("codes", "codebook", "scale", "diagonal" if scheme.is_scaled else "signs"),
-        (*tensors, rotation),
-        strict=True,
-    ):
-        if tensor is not None and tensor.device != x.device:
-            raise VQFormatError(_elsewhere(x, name, tensor.device))
+    check_places((*tensors, rotation), scheme, x.device)
     diagonal = ready_diagonal(rotation, scheme, weight.in_features, bytewise=True)
     stored = DeviceWeight(codes, codebook, scale, scheme, weight.in_features)
     layer = _Layer(stored, diagonal, keepers)
