@@ -65,6 +65,11 @@ class StoredWeight(NamedTuple):
         """Rows of the matrix."""
         return self.first.codes.shape[0]
 
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """All tensors, in the order of `SCHEMA`."""
+        return (*self.first, *(self.residual or [None] * _COUNT))
+
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], scheme: VQScheme, in_features: int) -> StoredWeight:
         """The weight of stored tensors by key (`formats.tensor_specs`)."""

@@ -6,15 +6,17 @@ the weight as float32; and so that a compiled backward pass does not look inside
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, ops
 from torch.library import register_autograd
 
 from .. import dispatch
 from ..formats.stored_weight import FLAT, SCHEMA, StoredWeight
 from .codes import run_decode
-from .library import define, library, name_of, parse, without_autocast
+from .library import define, is_plain_eager, library, name_of, parse, without_autocast
 from .stored_gradients import gradients_of_stored
 
 
@@ -23,17 +25,44 @@ def reference(grad: Tensor, weight: StoredWeight) -> Tensor:
     return (grad.float() @ run_decode(weight)).to(grad.dtype)
 
 
-def _input_gradient(grad: Tensor, *arguments: Any) -> Tensor:
-    *stored, spec, length = arguments
-    weight = StoredWeight.of_flat(stored, parse(spec), length)
+def run(grad: Tensor, weight: StoredWeight) -> Tensor:
+    """dL/dx by the entry that the table chooses, without torch's dispatcher."""
     out_features = grad.shape[-1]
     tokens = dispatch.bucket(grad.numel() // max(out_features, 1))
     problem = dispatch.InputGradientProblem(
-        grad.device.type, name_of(grad.dtype), spec, tokens, out_features, length
-    )
+        grad.device.type, name_of(grad.dtype), weight.scheme.spec(), tokens, out_features,
+        weight.in_features,
+    )  # fmt: skip
     with without_autocast(grad.device):
         found: Tensor = dispatch.select(problem).run(grad, weight)
     return found
+
+
+class OfFrozenWeight(torch.autograd.Function):
+    """y = f(x) = W x + b, whose only gradient is that of x: less than half of the host's time of an
+    op's way through torch's dispatcher."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, f: Callable[..., Tensor], *arguments: Any) -> Tensor:
+        """y = f(x, *arguments), the first of which is a `StoredWeight`."""
+        ctx.weight = arguments[0]
+        return f(x, *arguments)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """dL/dx, itself differentiable where that is asked for."""
+        weight: StoredWeight = ctx.weight
+        if is_plain_eager(grad):
+            found = run(grad, weight)
+        else:
+            spec = weight.scheme.spec()
+            found = ops.hf_vq.input_gradient(grad, *weight.tensors, spec, weight.in_features)
+        return found, None, None, None
+
+
+def _input_gradient(grad: Tensor, *arguments: Any) -> Tensor:
+    *stored, spec, length = arguments
+    return run(grad, StoredWeight.of_flat(stored, parse(spec), length))
 
 
 def _fake(grad: Tensor, *arguments: Any) -> Tensor:

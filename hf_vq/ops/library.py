@@ -43,13 +43,19 @@ def is_plain_eager(x: Tensor, *others: Tensor | None) -> bool:
     False while a compiler, a tracer, a mode, a transform or forward-mode AD looks on, or a gradient
     will be asked of `x` or of one of the `others`.
     """
+    if torch.is_grad_enabled() and x.requires_grad:
+        return False
+    return trains_at_most_input(x, *others)
+
+
+def trains_at_most_input(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether a call of an op is eager and nothing follows it but its result, and a gradient that
+    may be asked of `x` (`is_plain_eager`)."""
     if is_compiling() or type(x) is not Tensor or _modes() or _transforms() or _traces():
         return False
     if x.is_meta or forward_ad._current_level >= 0:
         return False
     grad = torch.is_grad_enabled()
-    if grad and x.requires_grad:
-        return False
     for y in others:  # a generator takes longer than all the rest
         if type(y) not in _PLAIN or (grad and y is not None and y.requires_grad):
             return False

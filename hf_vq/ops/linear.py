@@ -12,8 +12,15 @@ from torch import Tensor
 from .. import dispatch, env, patches
 from ..formats.scheme import VQScheme
 from ..formats.stored_weight import FLAT, SCHEMA, Pass, StoredWeight, flat
-from . import horizontal_fusion, input_gradient  # noqa: F401, the op of the backward pass
-from .library import define, described_problem, is_plain_eager, library, parse
+from . import horizontal_fusion, input_gradient
+from .library import (
+    define,
+    described_problem,
+    is_plain_eager,
+    library,
+    parse,
+    trains_at_most_input,
+)
 from .stored_gradients import gradients_of_stored
 
 _MOST_SHAPES = 64  # of inputs, that a layer remembers: prompts have many lengths
@@ -39,8 +46,12 @@ def linear(
     """
     spec = scheme if isinstance(scheme, str) else scheme.spec()
     stored = flat(tensors)
-    if is_plain_eager(x, *stored, bias):
-        return run_linear(x, StoredWeight.of_flat(stored, parse(spec), x.shape[-1]), bias)
+    if trains_at_most_input(x, *stored, bias):
+        weight = StoredWeight.of_flat(stored, parse(spec), x.shape[-1])
+        if is_plain_eager(x):
+            return run_linear(x, weight, bias)
+        frozen: Callable[..., Tensor] = input_gradient.OfFrozenWeight.apply
+        return frozen(x, run_linear, weight, bias)
     y: Tensor = torch.ops.hf_vq.linear.default(x, *stored, bias, spec)
     return y
 

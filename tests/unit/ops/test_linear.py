@@ -98,6 +98,65 @@ def test_gradients_of_second_order_are_those_of_the_dense_layer():
         assert (ours - theirs).norm() <= 1e-4 * theirs.norm()
 
 
+@pytest.mark.parametrize("name", ["vq-4", "vq-2", "turboquant-4+4", "gptvq-2"])
+def test_the_short_way_of_a_frozen_weight_is_the_op(name):
+    """The same bits: forward, backward, of second order; and x is not kept."""
+    scheme, tensors = stored(name)
+    kept, found = [], []
+    for op in (False, True):
+        x = torch.linspace(-1, 1, 2 * 3 * 256).reshape(2, 3, 256).requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+            if op:
+                y = torch.ops.hf_vq.linear(x, *flat(tensors), None, scheme.spec())
+            else:
+                y = ops.linear(x, tensors, None, scheme)
+                assert not kept and type(y.grad_fn).__name__ == "OfFrozenWeightBackward"
+        loss = y.pow(3).sum()
+        (plain,) = torch.autograd.grad(loss, x, retain_graph=True)
+        (first,) = torch.autograd.grad(loss, x, create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), x)
+        found.append((y, plain, first, second))
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_whoever_looks_on_sees_the_op():
+    """Modes, and weights that train."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    scheme, tensors = stored("vq-4")
+    x = torch.randn(3, 256, requires_grad=True)
+    seen = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        ops.linear(x, tensors, None, scheme).sum().backward()
+    assert {torch.ops.hf_vq.linear.default, torch.ops.hf_vq.input_gradient.default} <= set(seen)
+    bias = torch.zeros(24, requires_grad=True)
+    for trained in ({"bias": bias}, {"scale": tensors["scale"].float().requires_grad_()}):
+        moved = {**tensors, **{k: v for k, v in trained.items() if k != "bias"}}
+        y = ops.linear(x, moved, trained.get("bias"), scheme)
+        assert type(y.grad_fn).__name__ != "OfFrozenWeightBackward"
+        y.sum().backward()
+        assert all(tensor.grad is not None for tensor in trained.values())
+
+
+def test_autocast_does_not_reach_gradients_of_a_frozen_weight():
+    scheme, tensors = stored("vq-4")
+    grads = []
+    for on in (False, True):
+        x = torch.linspace(-1, 1, 200 * 256).reshape(200, 256).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=on):
+            y = ops.linear(x, tensors, None, scheme)
+            y.backward(torch.ones_like(y))
+        grads.append(x.grad)
+    assert torch.equal(*grads)
+
+
 @pytest.mark.parametrize("shape", [(256,), (0, 256)])
 def test_gradients_of_one_row_and_of_none(shape):
     scheme, tensors = stored("vq-4")
