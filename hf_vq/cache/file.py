@@ -22,7 +22,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from ..errors import VQCacheError, VQError, VQFormatError, shown
 from ..formats.catalog import Allocation
 from . import safetensors_file
-from .codebooks import KVCodebooks, described, learned, scheme_in
+from .codebooks import SINKS, KVCodebooks, described, learned, scheme_in
 from .key_means import Rotary
 from .kv_side import SideBuffers
 from .layer import VQCacheLayer
@@ -39,6 +39,7 @@ MOST_SINKS = 1 << 16
 """Of a cache that is read: those of an empty one are allocated by its first update."""
 KEY = "hf_vq_cache"
 _LEARNED = "codebooks."
+_LEARNED_SINKS = "codebooks_sinks"  # of the codebooks; "sinks" are the cache's
 _KINDS = {
     VQCacheLayer: "vq",
     VQStaticLayer: "vq",
@@ -75,6 +76,8 @@ def save(cache: VQCache, path: Path) -> None:
     }
     if books is not None and books.key_rotary_means is not None:
         description["rotary_interleaved"] = books.rotary_interleaved
+    if books is not None and books.sinks != SINKS:
+        description[_LEARNED_SINKS] = books.sinks
     safetensors_file.write(path, tensors, KEY, description)
 
 
@@ -192,8 +195,12 @@ def _learned(
     found = {name.removeprefix(_LEARNED): tensors.pop(name) for name in names}
     if not found:
         return None
-    interleaved = typed({"rotary_interleaved": False, **description}, "rotary_interleaved", bool)
-    return KVCodebooks.from_tensors(scheme, found, rotary_interleaved=interleaved)
+    known = {"rotary_interleaved": False, _LEARNED_SINKS: SINKS, **description}
+    return KVCodebooks.from_tensors(
+        scheme, found,
+        rotary_interleaved=typed(known, "rotary_interleaved", bool),
+        sinks=_number(known, _LEARNED_SINKS, MOST_SINKS),
+    )  # fmt: skip
 
 
 def _number(state: dict[str, Any], name: str, most: int = 1 << 40, where: str = "") -> int:

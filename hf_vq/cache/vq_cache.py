@@ -431,8 +431,8 @@ def _calibrated(
     if needs_codebooks(scheme) and not options.sinks and codebooks.sinks:
         warnings.warn(
             f"nothing was learned of the first {codebooks.sinks} tokens of sequences, whose keys "
-            "are unlike all others, and a cache with sinks=0 codes them: it may lose much. Keep "
-            f"sinks={codebooks.sinks}, or learn with `hf-vq calibrate --sinks 0`.",
+            "are unlike all others, and a cache with sinks=0 codes them: it may lose much. Learn "
+            "with `hf-vq calibrate --sinks 0`, or keep sinks where the cache can.",
             stacklevel=3,
         )
     return codebooks.for_model(scheme, layers)

@@ -92,15 +92,15 @@ def calibrate_kv(
     check_number("samples", samples, _MIN_PER_ENTRY * entries)
     check_number("sinks", sinks, 0)
     context = min(context, tokens)
-    if sinks >= context:
-        raise VQCacheError(
-            f"calibration(sinks=...) must be less than the {context} tokens of a sequence; got "
-            f"{sinks}."
-        )
     was_training = model.training
     model.eval()
     try:
         sequences = sequences_of(model, text, tokenizer, tokens, context, seed, progress)
+        if sinks > SINKS and sinks >= min(len(ids) for ids in sequences) // 2:
+            raise VQCacheError(
+                f"calibration(sinks={sinks}) leaves out most of a sequence of "
+                f"{min(len(ids) for ids in sequences)} tokens: give more `context`."
+            )
         config = model.config if kv.centre_keys and not sides[0] else None
         sizes = [samples if side else 0 for side in sides]
         record = _Record(sizes, kv.centre_keys, sinks, seed, config)

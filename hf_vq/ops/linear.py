@@ -48,7 +48,7 @@ def linear(
     stored = flat(tensors)
     if trains_at_most_input(x, *stored, bias):
         weight = StoredWeight.of_flat(stored, parse(spec), x.shape[-1])
-        if is_plain_eager(x):
+        if not (torch.is_grad_enabled() and x.requires_grad):
             return run_linear(x, weight, bias)
         frozen: Callable[..., Tensor] = input_gradient.OfFrozenWeight.apply
         return frozen(x, run_linear, weight, bias)

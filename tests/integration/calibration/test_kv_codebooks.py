@@ -78,7 +78,10 @@ def test_sinks_are_those_of_the_cache(load, sinks, tmp_path, recwarn):
     assert found.sinks == sinks
     for layer, (keys, _) in exact_states(model, ids, sinks).items():
         assert torch.equal(found.keys[layer], fit_kv_codebook(keys, found.scheme.key))
-    VQCache(model.config, "nomad-4", sinks=sinks, codebooks=found)
+    cache = VQCache(model.config, "nomad-4", sinks=sinks, codebooks=found)
+    model(ids[:1], past_key_values=cache)
+    cache.save(tmp_path / "cache")
+    assert VQCache.load(tmp_path / "cache", model.config).codebooks.sinks == sinks
     assert not recwarn
     if sinks:
         with pytest.warns(UserWarning, match="first 7 tokens.*--sinks 0"):
@@ -251,7 +254,12 @@ def test_text_that_the_model_writes(load):
         ({"scheme": "cq-4"}, VQCacheError, "tokens=...\\) must be at least 2048; got 160"),
         ({"samples": 100}, VQCacheError, "samples=...\\) must be at least 128"),
         ({"sinks": -1}, VQCacheError, "sinks=...\\) must be at least 0; got -1"),
-        ({"sinks": 32}, VQCacheError, "less than the 32 tokens of a sequence; got 32"),
+        ({"sinks": 16}, VQCacheError, "sinks=16. leaves out most of a sequence of 32 tokens"),
+        (
+            {"sinks": 8, "text": text(160).reshape(10, 16)},
+            VQCacheError,
+            "most of a sequence of 16 tokens",
+        ),
         ({"context": 8}, VQCacheError, "context=...\\) must be at least 16"),
         ({"context": 65}, VQCalibrationError, "context=65 is more than the 64 tokens"),
         (

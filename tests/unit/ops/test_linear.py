@@ -1,5 +1,7 @@
 """`hf_vq::linear`, `decode`, `encode`, `rotate`: schemas, gradients, and the reference itself."""
 
+import weakref
+
 import pytest
 import torch
 
@@ -102,7 +104,7 @@ def test_gradients_of_second_order_are_those_of_the_dense_layer():
 def test_the_short_way_of_a_frozen_weight_is_the_op(name):
     """The same bits: forward, backward, of second order; and x is not kept."""
     scheme, tensors = stored(name)
-    kept, found = [], []
+    kept, counts, found = [], [], []
     for op in (False, True):
         x = torch.linspace(-1, 1, 2 * 3 * 256).reshape(2, 3, 256).requires_grad_()
         with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
@@ -110,7 +112,10 @@ def test_the_short_way_of_a_frozen_weight_is_the_op(name):
                 y = torch.ops.hf_vq.linear(x, *flat(tensors), None, scheme.spec())
             else:
                 y = ops.linear(x, tensors, None, scheme)
-                assert not kept and type(y.grad_fn).__name__ == "OfFrozenWeightBackward"
+                assert type(y.grad_fn).__name__ == "OfFrozenWeightBackward"
+        assert all(tensor is not x for tensor in kept)
+        counts.append(len(kept))
+        kept.clear()
         loss = y.pow(3).sum()
         (plain,) = torch.autograd.grad(loss, x, retain_graph=True)
         (first,) = torch.autograd.grad(loss, x, create_graph=True)
@@ -118,6 +123,37 @@ def test_the_short_way_of_a_frozen_weight_is_the_op(name):
         found.append((y, plain, first, second))
     for ours, theirs in zip(*found, strict=True):
         assert torch.equal(ours, theirs)
+    assert counts[0] == counts[1] > 0
+
+
+def test_a_frozen_weight_is_kept_as_autograd_keeps_it():
+    """Checkpoints free copies until the backward pass, changes in between are errors, a mode in
+    the forward pass alone is none, and what was kept is gone afterwards."""
+    from torch.utils.checkpoint import checkpoint
+    from torch.utils.flop_counter import FlopCounterMode
+
+    scheme, tensors = stored("vq-4")
+    copies = []
+
+    def forward(x):
+        own = {key: tensor.clone() for key, tensor in tensors.items()}
+        copies.append(weakref.ref(own["codes"]))
+        return ops.linear(x, own, None, scheme)
+
+    x = torch.randn(3, 256, requires_grad=True)
+    with FlopCounterMode(display=False):
+        y = checkpoint(forward, x, use_reentrant=False)
+    assert copies[0]() is None
+    y.sum().backward()
+    assert copies[1]() is None
+    y = ops.linear(x, tensors, None, scheme)
+    tensors["scale"].zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+    y = ops.linear(x, tensors, None, scheme).sum()
+    y.backward()
+    with pytest.raises(RuntimeError, match="a second time"):
+        y.backward()
 
 
 def test_whoever_looks_on_sees_the_op():

@@ -34,7 +34,7 @@ from ....dispatch import Implementation, bucket
 from ....errors import VQBackendError, VQFormatError
 from ....formats.packing import packed_size
 from ....formats.scheme import VQScheme
-from ....formats.stored_weight import Residual, StoredWeight
+from ....formats.stored_weight import Pass, Residual, StoredWeight
 from .. import weight_supports
 
 DECODED_BYTES = 128 << 20  # of dense rows at a time: smaller products would take longer
@@ -379,7 +379,7 @@ def linear(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> Tensor:
     y = x.new_empty(*x.shape[:-1], out_features)
     if not y.numel():
         return y
-    check_places(weight.first, scheme, x.device)
+    check_places(_read(weight), scheme, x.device)
     with on_device(x.get_device()):
         inputs = _ready(x, x.dtype).view(-1, in_features)
         if _stays_rotated(scheme, in_features, x.dtype):
@@ -404,7 +404,7 @@ def input_gradient(grad: Tensor, weight: StoredWeight) -> Tensor:
     x = grad.new_empty(*grad.shape[:-1], in_features)
     if not grad.numel():
         return x.zero_()
-    check_places(weight.first, scheme, grad.device)
+    check_places(_read(weight), scheme, grad.device)
     with on_device(grad.get_device()):
         tokens = _ready(grad, grad.dtype).view(-1, out_features)
         product = total = x.view(-1, in_features)
@@ -422,6 +422,13 @@ def input_gradient(grad: Tensor, weight: StoredWeight) -> Tensor:
     return x
 
 
+def _read(weight: StoredWeight) -> Pass:
+    """The tensors that rows are decoded from; nested passes have one codebook for both."""
+    if weight.residual is None or not weight.scheme.two_passes:
+        return weight.first
+    return weight.first._replace(codebook=weight.residual.codebook)
+
+
 def _stays_rotated(scheme: VQScheme, in_features: int, dtype: torch.dtype) -> bool:
     """True if rows are decoded as they are stored, so that what they multiply is rotated."""
     return scheme.rotation != "none" and restorable(scheme, in_features, DTYPES[dtype]) is not None
@@ -436,11 +443,11 @@ def _dense_rows(weight: StoredWeight, like: Tensor) -> Iterator[tuple[slice, Ten
         weight: codes, of two passes if those are nested.
         like: has the device, which is the current one, and the dtype of the rows.
     """
-    (codes, codebook, scale, rotation), residual, scheme, in_features = weight
+    codes, codebook, scale, rotation = _read(weight)
+    _, residual, scheme, in_features = weight
     out_features, second = codes.shape[0], None
-    if scheme.two_passes:  # nested: one table for both
+    if scheme.two_passes:
         second = second_codes(residual, like.device, out_features, in_features, scheme)
-        codebook = codebook if residual is None else residual.codebook
     stored = DeviceWeight(codes, codebook, scale, scheme, in_features)
     at_a_time = min(stored.rows_at_a_time(like.dtype), out_features)
     # From PyTorch's allocator, which hands the same memory to the next layer, another one to

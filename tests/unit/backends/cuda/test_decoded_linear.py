@@ -95,3 +95,11 @@ def test_a_weight_on_another_device(layer):
         ):
             with pytest.raises(VQFormatError, match=f"input is on cpu, but the {name} .* on meta"):
                 call(other)
+
+
+def test_the_codebook_of_nested_passes_on_another_device():
+    scheme = weight_scheme("turboquant-2+2")
+    weight = StoredWeight.of(random_tensors(scheme, OUT, IN), scheme, IN)
+    moved = weight.residual._replace(codebook=weight.residual.codebook.to("meta"))
+    with pytest.raises(VQFormatError, match=r"but the codebook .* on meta"):
+        dequantize.linear(torch.randn(3, IN), weight._replace(residual=moved), None)
