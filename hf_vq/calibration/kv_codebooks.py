@@ -96,10 +96,11 @@ def calibrate_kv(
     model.eval()
     try:
         sequences = sequences_of(model, text, tokenizer, tokens, context, seed, progress)
-        if sinks > SINKS and sinks >= min(len(ids) for ids in sequences) // 2:
+        shortest = min(map(len, sequences))
+        if sinks > SINKS and sinks >= shortest // 2:
             raise VQCacheError(
-                f"calibration(sinks={sinks}) leaves out most of a sequence of "
-                f"{min(len(ids) for ids in sequences)} tokens: give more `context`."
+                f"calibration(sinks={sinks}) leaves out most of a sequence of {shortest} tokens: "
+                "give more `context`."
             )
         config = model.config if kv.centre_keys and not sides[0] else None
         sizes = [samples if side else 0 for side in sides]

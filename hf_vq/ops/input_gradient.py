@@ -47,14 +47,14 @@ class OfFrozenWeight(torch.autograd.Function):
         ctx: Any, x: Tensor, f: Callable[..., Tensor], weight: StoredWeight, bias: Tensor | None
     ) -> Tensor:
         """y = f(x, weight, bias)."""
-        ctx.save_for_backward(None, *weight.tensors)  # x, if weights trained, comes first
+        ctx.save_for_backward(*weight.tensors)
         ctx.scheme, ctx.length = weight.scheme, weight.in_features
         return f(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """dL/dx, itself differentiable where that is asked for."""
-        _, *stored = ctx.saved_tensors
+        stored = ctx.saved_tensors
         if is_plain_eager(grad):
             found = run(grad, StoredWeight.of_flat(stored, ctx.scheme, ctx.length))
         else:

@@ -34,7 +34,7 @@ from ....dispatch import Implementation, bucket
 from ....errors import VQBackendError, VQFormatError
 from ....formats.packing import packed_size
 from ....formats.scheme import VQScheme
-from ....formats.stored_weight import Pass, Residual, StoredWeight
+from ....formats.stored_weight import Residual, StoredWeight
 from .. import weight_supports
 
 DECODED_BYTES = 128 << 20  # of dense rows at a time: smaller products would take longer
@@ -46,6 +46,9 @@ _MOST_BLOCKS = (1 << 31) - 1
 _ROWS_OF_A_PLAN = 4096  # more rows need no other plan
 DTYPES = {torch.float32: Dtype.FLOAT32, torch.float16: Dtype.FLOAT16,
            torch.bfloat16: Dtype.BFLOAT16}  # fmt: skip
+
+
+Read = tuple[Tensor, Tensor, Tensor]  # codes, codebook and scale
 
 
 class DecodeArguments(ctypes.Structure):
@@ -379,7 +382,7 @@ def linear(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> Tensor:
     y = x.new_empty(*x.shape[:-1], out_features)
     if not y.numel():
         return y
-    check_places(_read(weight), scheme, x.device)
+    check_places((*read(weight), weight.first.rotation), scheme, x.device)
     with on_device(x.get_device()):
         inputs = _ready(x, x.dtype).view(-1, in_features)
         if _stays_rotated(scheme, in_features, x.dtype):
@@ -404,7 +407,7 @@ def input_gradient(grad: Tensor, weight: StoredWeight) -> Tensor:
     x = grad.new_empty(*grad.shape[:-1], in_features)
     if not grad.numel():
         return x.zero_()
-    check_places(_read(weight), scheme, grad.device)
+    check_places((*read(weight), weight.first.rotation), scheme, grad.device)
     with on_device(grad.get_device()):
         tokens = _ready(grad, grad.dtype).view(-1, out_features)
         product = total = x.view(-1, in_features)
@@ -422,11 +425,10 @@ def input_gradient(grad: Tensor, weight: StoredWeight) -> Tensor:
     return x
 
 
-def _read(weight: StoredWeight) -> Pass:
-    """The tensors that rows are decoded from; nested passes have one codebook for both."""
-    if weight.residual is None or not weight.scheme.two_passes:
-        return weight.first
-    return weight.first._replace(codebook=weight.residual.codebook)
+def read(weight: StoredWeight) -> Read:
+    """Codes, codebook and scale of the first pass; nested ones have one table for both."""
+    codes, codebook, scale, _ = weight.first
+    return codes, codebook if weight.residual is None else weight.residual.codebook, scale
 
 
 def _stays_rotated(scheme: VQScheme, in_features: int, dtype: torch.dtype) -> bool:
@@ -443,7 +445,7 @@ def _dense_rows(weight: StoredWeight, like: Tensor) -> Iterator[tuple[slice, Ten
         weight: codes, of two passes if those are nested.
         like: has the device, which is the current one, and the dtype of the rows.
     """
-    codes, codebook, scale, rotation = _read(weight)
+    (codes, codebook, scale), rotation = read(weight), weight.first.rotation
     _, residual, scheme, in_features = weight
     out_features, second = codes.shape[0], None
     if scheme.two_passes:

@@ -29,10 +29,12 @@ from .arguments import field_of, grouped_arguments
 from .dequantize import (
     DTYPES,
     DeviceWeight,
+    Read,
     RotateArguments,
     check_places,
     elsewhere,
     on_device,
+    read,
     ready_diagonal,
     second_codes,
 )
@@ -52,7 +54,6 @@ class Launch:
     ragged: bool
 
 
-Read = tuple[Tensor, Tensor, Tensor]  # codes, codebook and scale
 Keepers = tuple[Tensor, ...]
 Places = tuple[tuple[int, ...], ...]
 # A plan, shape and dtype of x, ordinal, and the other matrices of the launch.
@@ -121,12 +122,6 @@ class _Layer:
         )
 
 
-def _read(weight: StoredWeight) -> Read:
-    """Codes, codebook and scale of the first pass; nested ones have one table for both."""
-    codes, codebook, scale, _ = weight.first
-    return codes, codebook if weight.residual is None else weight.residual.codebook, scale
-
-
 class _Call:
     """Launches of layers with one input, for one shape of it: only addresses change."""
 
@@ -179,7 +174,7 @@ def _layer(x: Tensor, weight: StoredWeight, tensors: Read) -> tuple[_Layer, obje
     """The layer of a weight, and what must live until it was launched.
 
     Args:
-        tensors: of the weight, as `_read` gives them.
+        tensors: of the weight, as `read` gives them.
 
     Raises:
         VQFormatError: a tensor is not where `x` is, or sizes do not belong together.
@@ -334,7 +329,7 @@ def run(
     """
     layers, reads, alive = [], [], []  # the last until the launch
     for weight in weights:
-        tensors = _read(weight)
+        tensors = read(weight)
         layer, kept = _layer(x, weight, tensors)
         layers.append(layer)
         reads.append(tensors)

@@ -151,7 +151,7 @@ def test_targets_of_devices():
 
 
 def layer_of(x, weight):
-    return cuda_fused._layer(x, weight, cuda_fused._read(weight))[0]
+    return cuda_fused._layer(x, weight, cuda_fused.read(weight))[0]
 
 
 def test_layers_are_remembered_as_long_as_their_codes_live():
