@@ -13,6 +13,7 @@ TIMED = {
     "cpu-load": "cpu.load",
     "cpu-calibrate": "cpu.calibrate",
     "cuda-linear": "cuda.linear",
+    "cuda-int8": "cuda.int8",
     "cuda-peers": "cuda.peers",
     "cuda-mechanisms": "paper_vq_llm.mechanisms",
     "cuda-parts": "ablation.parts",

@@ -33,6 +33,7 @@ from .hf import (
 from .hf import attention as _attention
 from .hf import quantizer as _quantizer
 from .interop.quantizer import adopt, release
+from .nn.replace import set_activations_bits
 
 __version__ = "0.1.0"
 
@@ -66,5 +67,6 @@ __all__ = [
     "quantize_model",
     "release",
     "save_quantized",
+    "set_activations_bits",
     "smooth_attention",
 ]

@@ -25,8 +25,8 @@ from hf_vq.evaluation.score import Reference, model_forward, score
 from hf_vq.evaluation.storage import model_storage
 from hf_vq.evaluation.text import read_sequences, text_facts
 from hf_vq.formats.catalog import kv_scheme
-from hf_vq.hf.calibration_options import FINETUNE
-from hf_vq.hf.config import CANDIDATES, VQConfig
+from hf_vq.hf.calibration_options import CANDIDATES, FINETUNE
+from hf_vq.hf.config import VQConfig
 
 from . import baselines
 from .banded import Simulation, simulate

@@ -1,8 +1,7 @@
 """CUDA kernels of linear layers against their roofline.
 
 The lower bound of a kernel is the time of its unavoidable work, measured in the same run. One
-token: reading the codes. Few tokens: the longest part of its loop. Many tokens: writing the
-decoded rows and multiplying by them.
+token: reading the codes. Few tokens: the longest part of its loop.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from .ranges import percents
 
 LINEAR_SUITES = ("cuda-linear", "cuda-generate", "cuda-parts")
 FEW = (1, 16, 32, 64, 128)  # tokens
-MANY = (1024, 2048, 4096)
 
 
 def linear_table(records: Mapping[str, dict[str, Any]]) -> str:
@@ -47,39 +45,18 @@ def _longest(parts: Rows, name: str, tokens: int) -> str:
     return f"{percents(min(1.0, row['of whole']) for row in longest)} {', '.join(names)}"
 
 
-def many_table(records: Mapping[str, dict[str, Any]]) -> str:
-    """Figures with their limits: many tokens, the host, a whole model; from the same records."""
+def whole_table(records: Mapping[str, dict[str, Any]]) -> str:
+    """Figures with their limits: the host, and a whole model; from the same records."""
     rows = {name: record["results"]["rows"] for name, record in records.items()}
-    return limits_table([*_many(rows["cuda-linear"]), *_whole(rows["cuda-generate"])])
+    return limits_table([*_host(rows["cuda-linear"]), *_whole(rows["cuda-generate"])])
 
 
-def _many(rows: Rows) -> Iterator[Figure]:
-    for tokens in MANY:
-        found = [
-            row for name in ("vq-4", "vq-2")
-            for row in pick(rows, what="linear", name=name, tokens=tokens)
-        ]  # fmt: skip
-        ratios = tuple(row["speedup"]["bf16"] for row in found)
-        yield Figure(f"{count(tokens)}, `vq-4` and `vq-2`", ratios, _decoding(rows, tokens))
+def _host(rows: Rows) -> Iterator[Figure]:
     host = {row["name"]: row["us"] for row in pick(rows, what="host")}
-    least = (host["neg"],) if "neg" in host else ()
     calls = [us for name, us in host.items() if name not in ("bf16", "neg")]
-    for what, us in (("all schemes", calls), ("all schemes, median", [median(calls or [0.0])]),
-                     ("bf16", [host[name] for name in ("bf16",) if name in host])):  # fmt: skip
-        if calls:
-            yield Figure(f"eager call, {what}; `torch.neg`", tuple(us), least, unit="us")
-
-
-def _decoding(rows: Rows, tokens: int) -> tuple[float, ...]:
-    """The ratios that cuBLAS allows after rows are decoded in the time that writing them takes."""
-    dense = pick(rows, what="linear", name="bf16", tokens=tokens)
-    written = {
-        (row["out_features"], row["in_features"]): row["us"]
-        for row in pick(rows, what="decode", name="write")
-    }
-    return tuple(
-        row["us"] / (row["us"] + written[row["out_features"], row["in_features"]]) for row in dense
-    )
+    if calls and "neg" in host:
+        what = "eager call, all schemes, median; `torch.neg`"
+        yield Figure(what, (median(calls),), (host["neg"],), unit="us")
 
 
 def _whole(generated: Rows) -> Iterator[Figure]:

@@ -337,6 +337,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "results:quality-kv-learned": learned_kv_table,
     "results:quality-models-weights": partial(models_table, models.weights),
     "results:quality-models-embeddings": partial(models_table, models.embeddings),
+    "results:quality-int8": partial(models_table, models.int8, "quality-int8"),
     "results:quality-models-kv": partial(models_table, models.caches),
     "results:finetune": partial(models_table, fine_tuning.training, "finetune", "--data"),
     "results:finetune-merge": partial(models_table, fine_tuning.merging, "finetune", "--data"),
@@ -351,11 +352,14 @@ TABLES: dict[str, Callable[[], str]] = {
     "results:cpu-calibrate": partial(_timed_table, "cpu-calibrate", cpu.calibrate),
     "results:cpu-limits": lambda: cpu_limits.table(_records(cpu_limits.SUITES)),
     "results:cuda-limits": lambda: cuda_limits.linear_table(_records(cuda_limits.LINEAR_SUITES)),
-    "results:cuda-limits-many": lambda: cuda_limits.many_table(_records(cuda_limits.LINEAR_SUITES)),
+    "results:cuda-limits-whole": lambda: cuda_limits.whole_table(
+        _records(cuda_limits.LINEAR_SUITES)
+    ),
     "results:quality-passes": passes_table,
     "results:cuda-passes": lambda: _timed_table("cuda-passes", passes.kernels),
     "results:cuda-offload": lambda: _timed_table("cuda-offload", passes.offload),
     "results:cuda-linear": partial(_timed_table, "cuda-linear", cuda_linear.speedups),
+    "results:cuda-int8": partial(_timed_table, "cuda-int8", cuda_linear.speedups),
     "results:cuda-mechanisms": partial(_timed_table, "cuda-linear", cuda_linear.mechanisms),
     "results:cuda-peers": lambda: _timed_table("cuda-peers", cuda.peers),
     "results:cuda-paper-mechanisms": lambda: _timed_table("cuda-mechanisms", cuda.rungs),

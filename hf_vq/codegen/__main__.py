@@ -6,6 +6,7 @@ import argparse
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,10 +102,12 @@ def _explain(args: argparse.Namespace) -> int:
     reason = linear.fusable(scheme, args.k)
     if reason or dtype is Dtype.FLOAT32:
         raise VQBackendError(f"no fused kernel: {reason or 'factors have 16 bits'}.")
-    fewest = wide.fewest_tokens(scheme)
-    if fewest <= args.m <= wide.MOST_TOKENS and not wide.wide(scheme, args.k, arch):
+    int8 = scheme.activations_bits == 8 and args.m >= wide.FEWEST_INT8_TOKENS
+    bits = 8 if int8 and not wide.wide(scheme, args.k, arch, 8) else 16
+    suits = bits == 8 or wide.fewest_tokens(scheme) <= args.m <= wide.MOST_TOKENS
+    if suits and not wide.wide(scheme, args.k, arch, bits):
         many = wide.token_bucket(args.m)
-        requested_many = linear.LinearProblem(scheme, many, args.n, args.k, dtype, arch)
+        requested_many = linear.LinearProblem(scheme, many, args.n, args.k, dtype, arch, bits)
         able_many = {other: wide.cost(other, requested_many) for other in wide.best(requested_many)}
         count = len(wide.candidates(requested_many))
         return _show(count, wide.choose(requested_many), able_many, _WIDE_COLUMNS, args.top)
@@ -374,6 +377,12 @@ def _plans(schemes: dict[str, VQScheme], arch: str, dtypes: list[Dtype]) -> list
                         dtype, dtype, block, diagonal, False, best.unit, True
                     )
                     found.setdefault(rotation, f"swizzle {block} {dtype.value}")
+                integers = replace(many, activations_bits=8)
+                best = wide.choose(integers)
+                if best is not None:
+                    found.setdefault(best, f"int8 {name} {dtype.value} x{tokens}")
+                    rounding = wide.rotate_int8_plan(integers)
+                    found.setdefault(rounding, f"int8 inputs {name} {dtype.value}")
     return [(name, plan) for plan, name in found.items()]
 
 

@@ -277,13 +277,18 @@ class WidePlan(TablePlan):
     """Many tokens times coded weights with wgmma (kernels/cuda/linear/linear_wgmma.cu).
 
     Args:
+        out: dtype of y and of the bias.
+        activations_bits: 16: x is of `dtype`. 8: x and W are int8, and `dtype` is FLOAT16, that of
+            the entries before they are rounded.
         token_tile: tokens of a block.
         cluster_size: blocks of a cluster that split the columns of the same rows.
-        x_stages: buffers of the TMA ring for x, 64 columns each.
+        x_stages: buffers of the TMA ring for x, 128 bytes of each token.
         pipeline_depth: chunks whose codes a lane has in flight.
     """
 
     template: ClassVar[str] = "linear/linear_wgmma"
+    out: Dtype
+    activations_bits: int
     token_tile: int
     cluster_size: int
     x_stages: int
@@ -303,7 +308,8 @@ class WidePlan(TablePlan):
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block, in bytes: the tables in whole KiB, then the ring."""
         ring = ring_bytes(self.x_stages, self.token_tile, self.warpgroups, self.cluster_size)
-        return -(-self.table_bytes // 1024) * 1024 + ring
+        factors = self.warpgroups * (512 + 4 * self.token_tile * (self.activations_bits == 8))
+        return -(-self.table_bytes // 1024) * 1024 + ring + factors
 
 
 def ring_bytes(x_stages: int, token_tile: int, warpgroups: int, cluster_size: int) -> int:
@@ -382,6 +388,43 @@ class RotatePlan(Plan):
         else:
             each = 32 if numbers == 128 and not self.fragment_unit else 8
         return self.threads // min(32, max(1, numbers // each))
+
+
+@dataclass(frozen=True)
+class RotateInt8Plan(Plan):
+    """Tokens, rotated, to int8 in MMA-fragment order (kernels/cuda/linear/rotate_int8.cu).
+
+    Args:
+        source: dtype of the input.
+        columns: numbers of a token, a multiple of 128.
+        block: numbers of a Hadamard block, a power of two up to `LARGEST_BLOCK`; 1 = no rotation.
+        diagonal: what numbers are multiplied by.
+        vector_size: x of VQ<x, y, z> of the weight.
+        entry_bits: y, bits of a code.
+        num_codebooks: z, codebooks whose entries are added.
+        scope: weights that share a codebook; not TILE.
+        integers: the codebook is int8, else fp16.
+        groups: scales of a row of the weight.
+        rows_of_warp: rows of the weight whose scale a warp finds.
+    """
+
+    template: ClassVar[str] = "linear/rotate_int8"
+    LARGEST_BLOCK: ClassVar[int] = 128
+    source: Dtype
+    columns: int
+    block: int
+    diagonal: Diagonal
+    vector_size: int
+    entry_bits: int
+    num_codebooks: int
+    scope: Scope
+    integers: bool
+    groups: int
+    rows_of_warp: int
+
+    def blocks(self, tokens: int, rows: int) -> int:
+        """Blocks of a launch: one for each token, and those of rows of the weight."""
+        return tokens + -(-rows // (self.rows_of_warp * self.threads // 32))
 
 
 @dataclass(frozen=True)

@@ -35,11 +35,11 @@ def gpu(problem: LinearProblem) -> str:
 
 
 def name(problem: LinearProblem) -> str:
-    """Key of a problem in the table; tokens are rounded up to their bucket, and a scaled scheme is
-    the plain one, which takes as long."""
+    """Key of a problem in the table; tokens are rounded up to their bucket, a scaled scheme is the
+    plain one, which takes as long, and inputs are floats."""
     tokens = 1 if problem.tokens == 1 else -(-problem.tokens // 8) * 8
     shape = f"{tokens}x{problem.rows}x{problem.in_features}"
-    return f"{problem.scheme.unscaled().spec()} {shape} {problem.dtype.value}"
+    return f"{problem.scheme.unscaled().with_activations(16).spec()} {shape} {problem.dtype.value}"
 
 
 def knobs(plan: LinearPlan) -> dict[str, int]:

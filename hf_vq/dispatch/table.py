@@ -20,6 +20,7 @@ ENTRIES: tuple[Entry, ...] = (
     Entry("cpu.nested_linear", "linear", "backends.cpu.residual:LINEAR", CPU, NATIVE),
     Entry("cpu.linear", "linear", "backends.cpu.linear:LINEAR", CPU, NATIVE),
     Entry("cuda.tile_linear", "linear", "backends.cuda.linear.tile_codebook:LINEAR", CUDA, NVRTC),
+    Entry("cuda.int8_linear", "linear", "backends.cuda.linear.wgmma:INT8_LINEAR", CUDA, NVRTC),
     Entry("cuda.wide_linear", "linear", "backends.cuda.linear.wgmma:LINEAR", CUDA, NVRTC),
     Entry("cuda.fused_linear", "linear", "backends.cuda.linear.bound:LINEAR", CUDA, NVRTC),
     Entry("cuda.linear", "linear", "backends.cuda.linear.dequantize:LINEAR", CUDA, NVRTC),

@@ -74,6 +74,10 @@ class KVScheme:
     value: VQScheme
     centre_keys: bool = True
 
+    def __post_init__(self) -> None:
+        if self.key.activations_bits != 16 or self.value.activations_bits != 16:
+            raise VQSchemeError("activations_bits are of weights: a cache has none.")
+
 
 def _row(vector_size: int, entry_bits: int, codebook: str = "universal") -> VQScheme:
     return VQScheme(

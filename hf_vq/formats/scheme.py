@@ -19,6 +19,7 @@ CODEBOOKS = ("universal", "tensor", "tile", "channel_group", "integers")
 ROTATIONS = ("none", "hadamard", "random_hadamard", "scaled_hadamard", "qr")
 STAGES = ("independent", "rerotated", "shared", "nested")
 CODEBOOK_BITS = (16, 7)
+ACTIVATIONS_BITS = (16, 8)
 MODES = ("unbiased", "norm_corrected", "mse", "product")
 SMALLEST_GROUP = 16  # a smaller scale group would add more than one bit per weight
 _LIMITS = {
@@ -34,7 +35,7 @@ _SPEC = re.compile(
     r"|tile(?P<rows>\d+)x(?P<columns>\d+))(-int(?P<bits>7))?-g(?P<group>\d+)"
     r"-(?P<rotation>none|hadamard|random_hadamard|scaled_hadamard|qr)(?P<block>\d+)?"
     r"(-(?P<stages>rerotated|shared|nested))?"
-    r"(-(?P<mode>norm_corrected|mse|product))?"
+    r"(-(?P<mode>norm_corrected|mse|product))?(-a(?P<activations_bits>8))?"
 )
 
 
@@ -72,6 +73,8 @@ class VQScheme:
             `product` is TurboQuant's algorithm 2: the last bit of a code is the sign of a
             projection of the residual of `mode="mse"` with one bit less; the norm of the residual
             is a second scale. Weights ignore `mode`: their scales are searched.
+        activations_bits: bits of a number of the input of a product: 16, a float; or 8, an integer
+            where a kernel computes with such (docs/cuda.md). Nothing that is stored depends on it.
 
     Raises:
         VQSchemeError: a field is of the wrong type, out of range, or contradicts another one.
@@ -90,6 +93,7 @@ class VQScheme:
     stages: str = "independent"
     second_bits: int = 0
     mode: str = "unbiased"
+    activations_bits: int = 16
 
     def __post_init__(self) -> None:
         for name, (low, high) in _LIMITS.items():
@@ -110,6 +114,9 @@ class VQScheme:
         bits = self.codebook_bits
         if isinstance(bits, bool) or not isinstance(bits, int) or bits not in CODEBOOK_BITS:
             raise VQSchemeError(f"VQScheme.codebook_bits must be 16 or 7; got {shown(bits)}.")
+        bits = self.activations_bits
+        if isinstance(bits, bool) or not isinstance(bits, int) or bits not in ACTIVATIONS_BITS:
+            raise VQSchemeError(f"VQScheme.activations_bits must be 16 or 8; got {shown(bits)}.")
         if not isinstance(self.tile, tuple) or len(self.tile) != 2:
             raise VQSchemeError(f"VQScheme.tile must be (rows, columns); got {shown(self.tile)}.")
         for size in self.tile:
@@ -253,6 +260,10 @@ class VQScheme:
         """The inverse of `scaled`."""
         return self._rotated_by("random_hadamard", instead_of="scaled_hadamard")
 
+    def with_activations(self, bits: int) -> VQScheme:
+        """The same for inputs of so many bits."""
+        return self if bits == self.activations_bits else replace(self, activations_bits=bits)
+
     def _rotated_by(self, rotation: str, instead_of: str) -> VQScheme:
         return replace(self, rotation=rotation) if self.rotation == instead_of else self
 
@@ -273,6 +284,7 @@ class VQScheme:
         block = "" if self.rotation == "none" else str(self.rotation_block)
         tail = f"-{self.stages}" if self.two_passes else ""
         tail += f"-{self.mode}" if self.mode != "unbiased" else ""
+        tail += f"-a{self.activations_bits}" if self.activations_bits < 16 else ""
         return (
             f"vq{self.vector_size}x{self._code_bits()}r{self.residuals}-{scope}{integers}"
             f"-g{self.scale_group}-{self.rotation}{block}{tail}"
@@ -288,10 +300,12 @@ class VQScheme:
         return _parse(spec)
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields as JSON types, but for the mode that all weights have."""
+        """All fields as JSON types, but for those that all stored weights have."""
         found = {**asdict(self), "tile": list(self.tile)}
         if self.mode == "unbiased":
             del found["mode"]
+        if self.activations_bits == 16:
+            del found["activations_bits"]
         return found
 
     @classmethod
@@ -412,5 +426,6 @@ def _parse(spec: str) -> VQScheme:
         stages=part["stages"] or "independent",
         second_bits=int(part["second"] or 0),
         mode=part["mode"] or "unbiased",
+        activations_bits=int(part["activations_bits"] or 16),
     )
     return scheme

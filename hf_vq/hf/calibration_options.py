@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 from ..errors import VQCalibrationError, VQConfigError, shown
-from ..formats.catalog import LinearScheme, weight_scheme
+from ..formats.catalog import LinearScheme, linear_scheme, scheme_name, weight_scheme
 from ..formats.qoq import QoQScheme
 from ..formats.scheme import VQScheme
 
@@ -57,6 +57,12 @@ TOKENS = 1 << 17
 _TEXTS = (".txt", ".md", ".rst", ".json", ".jsonl", ".csv", ".xml", ".html")  # suffixes of files
 
 FINETUNE = ("block", "model")
+
+CANDIDATES = ("vq-2", "vq-3", "vq-4")
+"""Default of `candidates`."""
+
+MOST_BITS = 16
+"""Largest `target_bits`."""
 
 _ADVISE = {False: 3.5, True: 2.5}  # bits per weight, without and with activations
 _advised: set[str] = set()
@@ -258,3 +264,57 @@ def _check_name(name: str, value: object) -> str:
     if not isinstance(text, str) or not text:
         raise VQConfigError(f"{name} must be a name or a path; got {shown(value)}.")
     return text
+
+
+def check_candidates(candidates: object) -> list[str]:
+    """Check `candidates`; returns catalogue names, spec strings for schemes without a name."""
+    given = list(CANDIDATES) if candidates is None else candidates
+    if not isinstance(given, (list, tuple)) or len(given) < 2:
+        raise VQConfigError(
+            f"candidates must be a list of two schemes or more; got {shown(candidates)}."
+        )
+    schemes = dict.fromkeys(linear_scheme(candidate) for candidate in given)
+    learned = [
+        candidate
+        for candidate in schemes
+        if isinstance(candidate, VQScheme) and candidate.codebook != "universal"
+    ]
+    if learned:  # costs are measured on some rows; a codebook learned from them would fit only them
+        raise VQConfigError(
+            f"{scheme_name(learned[0]) or learned[0].spec()} cannot be one of the candidates: it "
+            "learns its codebooks, so its error cannot be measured on a sample of rows. Give it to "
+            "layers by name: layers={...}."
+        )
+    element_wise = next((s for s in schemes if isinstance(s, QoQScheme)), None)
+    if element_wise is not None:
+        raise VQConfigError(
+            f"{element_wise.spec()} cannot be one of the candidates: its layers round their inputs "
+            "too, and that error is not measured. Give it to layers by name: layers={...}."
+        )
+    return [scheme_name(scheme) or scheme.spec() for scheme in schemes]
+
+
+def check_target(target: object, candidates: list[str], stored: bool) -> float:
+    """Check `target_bits` against the bits of the candidates; `stored`: it is one of a file."""
+    least = min(linear_scheme(name).bits() for name in candidates)
+    if isinstance(target, bool) or not isinstance(target, (int, float)):
+        raise VQConfigError(f"target_bits must be a number; got {shown(target)}.")
+    most = max(linear_scheme(name).bits() for name in candidates)
+    if not least <= target <= MOST_BITS:
+        raise VQConfigError(
+            f"target_bits must be at least {least:g}, the least that {', '.join(candidates)} "
+            f"store, and at most {MOST_BITS}; got {shown(target)}. Give other candidates."
+        )
+    if target >= most and not stored:
+        top = max(candidates, key=lambda name: linear_scheme(name).bits())
+        raise VQConfigError(
+            f"target_bits={target:g} leaves nothing to choose: {top} has the most bits of the "
+            f"candidates, {most:g}. Write VQConfig({top!r}), or give candidates with more."
+        )
+    return float(target)
+
+
+def candidate_below(target: float, candidates: list[str]) -> str:
+    """The candidate with the most bits within the target."""
+    within = [name for name in candidates if linear_scheme(name).bits() <= target]
+    return max(within, key=lambda name: linear_scheme(name).bits())

@@ -16,16 +16,20 @@ from ..formats import coded_rows, integers
 from ..formats.catalog import LinearScheme, linear_scheme, scheme_name
 from ..formats.published import Layout, layout_from_dict
 from ..formats.qoq import QoQScheme
-from ..formats.scheme import VQScheme
+from ..formats.scheme import ACTIVATIONS_BITS, VQScheme
 from ..nn.residual_offload import POLICIES
 from ..nn.trained import check_trainable
 from .calibration_options import (
     AUTO,
+    CANDIDATES,
     OWN_WORDS,
     advise_calibration,
+    candidate_below,
     check_activations,
     check_calibration,
+    check_candidates,
     check_int,
+    check_target,
     check_text,
     with_transforms,
 )
@@ -42,9 +46,9 @@ FORMAT_VERSION = 5
 """The newest that is read. 1 has one scheme; 2 `layers` or `layouts`; 3 QoQ's format; 4 scaled
 schemes; 5 embeddings of codes."""
 
-CANDIDATES = ("vq-2", "vq-3", "vq-4")
 _OF_BITS = ("turboquant-1", *CANDIDATES, *(f"turboquant-{bits}" for bits in (5, 6, 7, 8)))
-_LARGEST_SEED, _MOST_BITS = 2**31 - 1, 16
+_NOT_STORED = ("pass2", "trainable", "activations_bits")  # given when a model is loaded
+_LARGEST_SEED = 2**31 - 1
 
 
 class VQConfig(QuantizationConfigMixin):
@@ -88,6 +92,9 @@ class VQConfig(QuantizationConfigMixin):
             and on layers outside of the model's blocks. `"auto"` is `"model"` where the model can
             run once, and None with `calibration`; else one line of the log says why not. None
             quantizes each tensor without data as soon as it is read.
+        activations_bits: 8 lets Hopper GPUs multiply integers where there are 65 tokens or more:
+            prompts take less time, and some precision is lost (docs/cuda.md). 16 or None multiplies
+            floats. Given like `pass2`, and not stored.
         pass2: placement of the second pass of two-pass schemes: `resident` (None), `offload`,
             `prefill_only` or `absent` (docs/turboquant.md), for all layers or as {entry: policy}.
             The first entry that matches counts; other layers are resident. It may be given with a
@@ -114,6 +121,7 @@ class VQConfig(QuantizationConfigMixin):
     candidates: list[str] | None = None
     layouts: dict[str, dict[str, Any]] | None = None
     activations: str | list[Any] | None = None
+    activations_bits: int | None = None
     pass2: str | dict[str, str] | None = None
     embeddings: str | None = None
     trainable: list[str] | None = None
@@ -133,6 +141,7 @@ class VQConfig(QuantizationConfigMixin):
         search: str = "search",
         calibration: str | dict[str, Any] | None = None,
         activations: Any = AUTO,
+        activations_bits: int | None = None,
         pass2: str | dict[str, str] | None = None,
         embeddings: str | None = None,
         trainable: str | Sequence[str] | None = None,
@@ -154,8 +163,8 @@ class VQConfig(QuantizationConfigMixin):
             raise VQConfigError(
                 f"VQConfig has no argument {', '.join(map(repr, sorted(unknown)))}. Known: scheme, "
                 "bits, layers, target_bits, candidates, modules_to_not_convert, seed, search, "
-                "calibration, activations, pass2, embeddings, trainable. If config.json holds "
-                "it, a newer hf_vq wrote the file: pip install -U hf_vq."
+                "calibration, activations, activations_bits, pass2, embeddings, trainable. If "
+                "config.json holds it, a newer hf_vq wrote the file: pip install -U hf_vq."
             )
         if quant_method not in QUANT_METHODS:
             raise VQConfigError(
@@ -163,11 +172,11 @@ class VQConfig(QuantizationConfigMixin):
                 "The checkpoint belongs to another library."
             )
         if target_bits is not None:
-            self.candidates = _check_candidates(candidates)
-            self.target_bits = _check_target(target_bits, self.candidates, _stored)
+            self.candidates = check_candidates(candidates)
+            self.target_bits = check_target(target_bits, self.candidates, _stored)
             calibration = OWN_WORDS if calibration is None else calibration
             if scheme is None and bits is None:
-                scheme = _below(self.target_bits, self.candidates)
+                scheme = candidate_below(self.target_bits, self.candidates)
         elif candidates is not None:
             raise VQConfigError("candidates are what target_bits chooses from: give it too.")
         self.scheme = _check_scheme(scheme, bits).to_dict()
@@ -200,6 +209,12 @@ class VQConfig(QuantizationConfigMixin):
             self.use(_check_layers(layers, check_entry))
         if pass2 is not None:
             self.pass2 = _check_pass2(pass2)
+        if activations_bits is not None:
+            if type(activations_bits) is not int or activations_bits not in ACTIVATIONS_BITS:
+                raise VQConfigError(
+                    f"activations_bits must be 16 or 8; got {shown(activations_bits)}."
+                )
+            self.activations_bits = activations_bits
         if trainable is not None:
             self.trainable = check_trainable(trainable)
         if embeddings is not None:
@@ -210,6 +225,12 @@ class VQConfig(QuantizationConfigMixin):
         if layouts:
             self.layouts = _check_layouts(layouts)
             self._raise_version(2)
+        for one in self.schemes():
+            if isinstance(one, VQScheme) and one.activations_bits != 16:
+                raise VQConfigError(
+                    f"a scheme says how weights are stored: write {one.with_activations(16).spec()}"
+                    ", and activations_bits=8."
+                )
         self._raise_version(1)
         if self.calibration is not None:
             recorded = provenance is not None
@@ -274,14 +295,15 @@ class VQConfig(QuantizationConfigMixin):
 
     def get_loading_attributes(self) -> dict[str, Any]:
         """Options that apply when a config is passed for an already quantized model."""
-        found = {"pass2": self.pass2, "trainable": self.trainable}
-        return {name: value for name, value in found.items() if value is not None}
+        return {
+            name: getattr(self, name) for name in _NOT_STORED if getattr(self, name) is not None
+        }
 
     def to_dict(self) -> dict[str, Any]:
-        """The config as stored: without `pass2`, `trainable` and errors of single layers."""
+        """The config as stored: without `_NOT_STORED` and errors of single layers."""
         found: dict[str, Any] = super().to_dict()
-        found.pop("pass2", None)
-        found.pop("trainable", None)
+        for name in _NOT_STORED:
+            found.pop(name, None)
         if not found.pop("one_file", False) and self.provenance:
             found["provenance"] = short(found["provenance"])
         settled = self.calibration is not None or self.provenance is not None or bool(self.layouts)
@@ -316,7 +338,7 @@ class VQConfig(QuantizationConfigMixin):
         """Make a config from `to_dict()`, as in config.json; its entries are names, not patterns.
 
         Raises:
-            VQConfigError: `config_dict` is no dict or holds `pass2`, which is never stored; or an
+            VQConfigError: `config_dict` is no dict or holds what is never stored, as `pass2`; or an
                 argument is wrong as in the constructor.
         """
         if not isinstance(config_dict, dict):
@@ -325,12 +347,13 @@ class VQConfig(QuantizationConfigMixin):
             raise VQConfigError(
                 f"the keys of quantization_config must be strings: {shown(config_dict)}."
             )
-        if "pass2" in config_dict:
-            raise VQConfigError(
-                "quantization_config holds pass2, which is never stored. Delete it there and give "
-                "it when the model is loaded: "
-                'from_pretrained(..., quantization_config=VQConfig(pass2="offload")).'
-            )
+        for name in _NOT_STORED:
+            if name in config_dict:
+                raise VQConfigError(
+                    f"quantization_config holds {name}, which is never stored. Delete it there and "
+                    "give it when the model is loaded: "
+                    f"from_pretrained(..., quantization_config=VQConfig({name}=...))."
+                )
         return super().from_dict({**config_dict, "_stored": True}, return_unused_kwargs, **kwargs)
 
 
@@ -423,59 +446,6 @@ def _check_pass2(pass2: object) -> str | dict[str, str]:
         return {check_pattern("pass2", str(entry)): policy for entry, policy in pass2.items()}
     assert isinstance(pass2, str)
     return pass2
-
-
-def _check_candidates(candidates: object) -> list[str]:
-    """Check `candidates`; returns catalogue names, spec strings for schemes without a name."""
-    given = list(CANDIDATES) if candidates is None else candidates
-    if not isinstance(given, (list, tuple)) or len(given) < 2:
-        raise VQConfigError(
-            f"candidates must be a list of two schemes or more; got {shown(candidates)}."
-        )
-    schemes = dict.fromkeys(linear_scheme(candidate) for candidate in given)
-    learned = [
-        candidate
-        for candidate in schemes
-        if isinstance(candidate, VQScheme) and candidate.codebook != "universal"
-    ]
-    if learned:  # costs are measured on some rows; a codebook learned from them would fit only them
-        raise VQConfigError(
-            f"{scheme_name(learned[0]) or learned[0].spec()} cannot be one of the candidates: it "
-            "learns its codebooks, so its error cannot be measured on a sample of rows. Give it to "
-            "layers by name: layers={...}."
-        )
-    element_wise = next((s for s in schemes if isinstance(s, QoQScheme)), None)
-    if element_wise is not None:
-        raise VQConfigError(
-            f"{element_wise.spec()} cannot be one of the candidates: its layers round their inputs "
-            "too, and that error is not measured. Give it to layers by name: layers={...}."
-        )
-    return [scheme_name(scheme) or scheme.spec() for scheme in schemes]
-
-
-def _check_target(target: object, candidates: list[str], stored: bool) -> float:
-    least = min(linear_scheme(name).bits() for name in candidates)
-    if isinstance(target, bool) or not isinstance(target, (int, float)):
-        raise VQConfigError(f"target_bits must be a number; got {shown(target)}.")
-    most = max(linear_scheme(name).bits() for name in candidates)
-    if not least <= target <= _MOST_BITS:
-        raise VQConfigError(
-            f"target_bits must be at least {least:g}, the least that {', '.join(candidates)} "
-            f"store, and at most {_MOST_BITS}; got {shown(target)}. Give other candidates."
-        )
-    if target >= most and not stored:
-        top = max(candidates, key=lambda name: linear_scheme(name).bits())
-        raise VQConfigError(
-            f"target_bits={target:g} leaves nothing to choose: {top} has the most bits of the "
-            f"candidates, {most:g}. Write VQConfig({top!r}), or give candidates with more."
-        )
-    return float(target)
-
-
-def _below(target: float, candidates: list[str]) -> str:
-    """The candidate with the most bits within the target."""
-    within = [name for name in candidates if linear_scheme(name).bits() <= target]
-    return max(within, key=lambda name: linear_scheme(name).bits())
 
 
 def _check_layouts(layouts: object) -> dict[str, dict[str, Any]]:

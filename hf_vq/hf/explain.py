@@ -18,6 +18,7 @@ from .. import dispatch, env
 from ..cache import VQCache, VQCacheLayer
 from ..dispatch import Problem, Verdict, bucket
 from ..formats.catalog import linear_scheme, scheme_name
+from ..formats.scheme import VQScheme
 from ..nn.experts import VQExperts
 from ..nn.linear import VQLinear
 from ..nn.replace import vq_modules
@@ -178,7 +179,13 @@ def explain(
 
 def _name(row: Row) -> str:
     spec = getattr(row.problem, "scheme", None)
-    return "codes of another project" if spec is None else scheme_name(linear_scheme(spec)) or spec
+    if spec is None:
+        return "codes of another project"
+    scheme = linear_scheme(spec)
+    if isinstance(scheme, VQScheme) and scheme.activations_bits != 16:
+        plain = scheme.with_activations(16)
+        return f"{scheme_name(plain) or plain.spec()}, {scheme.activations_bits}-bit inputs"
+    return scheme_name(scheme) or spec
 
 
 def _faster(problem: Any) -> str | None:

@@ -30,6 +30,7 @@ from ..nn.replace import (
     linear_class,
     replace_modules,
     restore_modules,
+    set_activations_bits,
     vq_modules,
 )
 from ..nn.trained import train
@@ -423,8 +424,7 @@ class VQHfQuantizer(HfQuantizer):
             self._check = None
         calibrated = None
         if self._calibration is not None:
-            calibrated = self._calibration.run(model, self.errors)
-            calibrated = {self._calibration.kind: calibrated}
+            calibrated = {self._calibration.kind: self._calibration.run(model, self.errors)}
             shared = stored_files.packaged(vq_modules(model).values(), config.seed)
             self._calibration = None
         if self._checkpoint is None:
@@ -440,6 +440,7 @@ class VQHfQuantizer(HfQuantizer):
         model._weight_conversions = dense_conversions(conversions_of(model), model, reverse=True)
         self._checkpoint, self._model, self._heads = None, None, {}
         train(vq_modules(model) | embeddings_of(model), config.trainable or ())
+        set_activations_bits(model, config.activations_bits)
         fuse_inputs(model)
         warn_of_slow_layers(model)
         patches.begin_codes(model)

@@ -160,6 +160,7 @@ def _merged(
     home = next(new.parameters(recurse=False)).device
     for name in new.shared_names():
         new._buffers[name] = torch.empty(0, device=home)  # where `fill` puts it
+    new.set_activations_bits(module.activations_bits)
     return new.train(module.training)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from .. import ops
 from ..errors import VQBackendError, VQFormatError
 from ..formats.catalog import LinearScheme
+from ..formats.scheme import VQScheme
 from ..formats.tensors import tensor_specs
 from .quantized_module import QuantizedModule, mark_initialized
 from .residual_offload import SecondPass, at_home, first_only
@@ -139,6 +140,14 @@ class VQLinear(QuantizedModule, nn.Linear):
     def _names(self) -> tuple[tuple[str, str], ...]:
         """Items of `attributes`, which follow from the scheme, whose spec is compared."""
         return tuple(self.attributes.items())
+
+    def set_activations_bits(self, bits: int) -> None:
+        """See `set_activations_bits` of a model."""
+        super().set_activations_bits(bits)
+        if isinstance(self.scheme, VQScheme):
+            self.first_spec = self.scheme.first_pass().with_activations(bits).spec()
+            if self._bound is not None:
+                self._bound = ops.BoundLinear(self.spec)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features], in the dtype of `x`."""

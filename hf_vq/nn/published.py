@@ -67,6 +67,9 @@ class PublishedLinear(VQLinear):
             )
         return ops.published_linear(x, self.tensors(), self.bias, self.spec, self.out_features)
 
+    def set_activations_bits(self, bits: int) -> None:
+        """Do nothing: no kernel rounds inputs of such codes."""
+
     def decoded(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The dense weight [out_features, in_features]."""
         size = self.out_features, self.in_features

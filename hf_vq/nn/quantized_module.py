@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..formats.catalog import LinearScheme
+from ..formats.scheme import VQScheme
 from ..formats.spec import TensorSpec
 from ..formats.universal import tensor_hash
 from .residual_offload import SecondPass, finish_copies, offloaded
@@ -56,6 +57,8 @@ class QuantizedModule(nn.Module):
     """
 
     scheme: LinearScheme
+    spec: str  # of the scheme, as ops of the module get it
+    activations_bits = 16
     specs: dict[str, TensorSpec]  # by attribute
     second: SecondPass | None = None  # where it is not beside the first
     deltas: Mapping[str, str] = {}
@@ -72,6 +75,12 @@ class QuantizedModule(nn.Module):
             empty = torch.empty(spec.shape, dtype=spec.dtype)
             self.register_buffer(attribute, empty, persistent=False)
         self.specs[attribute] = spec
+
+    def set_activations_bits(self, bits: int) -> None:
+        """See `set_activations_bits` of a model."""
+        if isinstance(self.scheme, VQScheme):
+            self.activations_bits = bits
+            self.spec = self.scheme.with_activations(bits).spec()
 
     def set_shared(self, shared: Mapping[str, Tensor]) -> None:
         """Put the tensors that layers share in place, from their names in the checkpoint.

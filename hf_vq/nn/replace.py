@@ -204,6 +204,21 @@ def vq_modules(model: nn.Module) -> dict[str, VQLinear | VQExperts]:
     }
 
 
+def set_activations_bits(model: nn.Module, bits: int | None) -> None:
+    """Let the layers of codes compute with inputs of 8 bits where a kernel does (docs/cuda.md), or
+    of 16 again; what is stored stays as it is.
+
+    Args:
+        bits: 8 or 16; None changes nothing.
+
+    Raises:
+        VQSchemeError: other bits.
+    """
+    if bits is not None:
+        for module in vq_modules(model).values():
+            module.set_activations_bits(bits)
+
+
 def check_in_memory(modules: Mapping[str, nn.Module]) -> None:
     """Raise if the codes of a module, by name, are not in memory and so cannot be decoded."""
     for name, module in modules.items():

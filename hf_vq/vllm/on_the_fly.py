@@ -53,7 +53,7 @@ def requested(options: Mapping[str, Any]) -> VQConfig:
     unfit = {
         "calibration": config.calibration, "target_bits": config.target_bits,
         "activations": options.get("activations"), "embeddings": config.embeddings,
-        "a scaled scheme": scaled,
+        "a scaled scheme": scaled, "activations_bits": config.activations_bits,
     }  # fmt: skip
     for what in (what for what, value in unfit.items() if value):
         raise VQConfigError(

@@ -21,14 +21,22 @@ from hf_vq.codegen.families import linear_tile_codebook as choose_tiles
 from hf_vq.codegen.families import linear_wgmma as choose_wide
 from hf_vq.codegen.families.dequantize import DecodeProblem, diagonal_of, rotate_plan
 from hf_vq.codegen.families.linear import LinearProblem
-from hf_vq.codegen.jit.device import Arch
-from hf_vq.codegen.plan import DensePlan, Dtype, LinearPlan, Plan, RotatePlan, WidePlan
+from hf_vq.codegen.jit.device import Arch, named_arch
+from hf_vq.codegen.plan import (
+    DensePlan,
+    Dtype,
+    LinearPlan,
+    Plan,
+    RotateInt8Plan,
+    RotatePlan,
+    WidePlan,
+)
 from hf_vq.formats.catalog import SCALED, WEIGHT_SCHEMES, weight_scheme
 from hf_vq.formats.scheme import VQScheme
 from hf_vq.formats.stored_weight import StoredWeight, rotation_of
 from hf_vq.ops.linear import linear
 from hf_vq.ops.reference import codes as reference
-from tests.fixtures.random_weights import random_tensors
+from tests.fixtures.random_weights import int8_products, random_tensors
 
 from .case import DTYPES, kernel_of
 from .cover import Features, covering
@@ -94,11 +102,13 @@ class LinearCase:
         before = self._before(plan)
         return (plan,) if before is None else (plan, before)
 
-    def _before(self, plan: Plan) -> RotatePlan | None:
+    def _before(self, plan: Plan) -> RotatePlan | RotateInt8Plan | None:
         """Of the kernel that rotates x, or puts it in order, if there is one."""
         scheme, dtype = weight_scheme(self.scheme), Dtype(self.dtype)
         rotated, diagonal = scheme.rotation != "none", diagonal_of(scheme)
         block = scheme.block(self.columns) if rotated else 1
+        if isinstance(plan, WidePlan) and plan.activations_bits == 8:
+            return choose_wide.rotate_int8_plan(_wide_problem(self, plan))
         if isinstance(plan, WidePlan):
             return rotate_plan(dtype, dtype, block, diagonal, False, plan.unit, True)
         if isinstance(plan, LinearPlan) and not plan.single:
@@ -149,8 +159,14 @@ class LinearCase:
         """The error is at most twice that of the same product of rounded numbers in PyTorch; in
         float32, where only sums round, that of a sum of so many terms in any order."""
         x, each = inputs
+        int8 = weight_scheme(self.scheme).activations_bits == 8
         for (tensors, bias), y in zip(each, found, strict=True):
-            self._check(x, tensors, bias, y)
+            (self._check_int8 if int8 else self._check)(x, tensors, bias, y)
+
+    def _check_int8(
+        self, x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None, y: Tensor
+    ) -> None:
+        check_int8(y, x, tensors, bias, weight_scheme(self.scheme))
 
     def _check(self, x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None, y: Tensor) -> None:
         scheme, dtype = weight_scheme(self.scheme), x.dtype
@@ -172,6 +188,32 @@ class LinearCase:
         assert error.abs().max() <= largest, f"a number is off by {error.abs().max()}"
 
 
+def check_int8(
+    y: Tensor, x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None, scheme: VQScheme
+) -> None:
+    """y is rounded once. Sums are exact, but a number that is nearly half an integer may become the
+    other one: x is rotated in float32, and entries of several stages are added in float16."""
+    exact, rounding = int8_products(x, tensors, bias, scheme)
+    assert y.shape == exact.shape and y.dtype == x.dtype
+    bad = int((~y.isfinite()).sum())
+    assert not bad, f"{bad} of {y.numel()} numbers are not finite"
+    others = (0.2 if scheme.streams > 1 else 0.03) * rounding.norm()
+    error, once = y.double() - exact, exact.to(y.dtype).double() - exact
+    allowed = 1.1 * once.norm() + others
+    assert error.norm() <= allowed, f"{error.norm()} > {allowed}"
+    largest = 2 * once.abs().max() + (2 if scheme.streams > 1 else 0.5) * rounding.abs().max()
+    assert error.abs().max() <= largest, f"a number is off by {error.abs().max()}"
+
+
+def _wide_problem(case: LinearCase, plan: WidePlan) -> LinearProblem:
+    """What the kernel before int8 products is made for: no GPU matters."""
+    scheme, dtype = weight_scheme(case.scheme), Dtype(case.dtype)
+    arch = named_arch("sm_90a")
+    return LinearProblem(
+        scheme, case.tokens, case.rows, case.columns, dtype, arch, plan.activations_bits
+    )
+
+
 def of_plan(plan: Plan) -> dict[str, Hashable]:
     """What is a matter of choice in a plan, by name; and all of it."""
     found: dict[str, Hashable] = {"kernel": plan.kernel, "each kernel": kernel_of(plan)}
@@ -191,7 +233,8 @@ def _plan(case: LinearCase, arch: Arch) -> Plan:
         asked = DecodeProblem(scheme, rows, case.columns, dtype, arch)
         return choose_dense.dense_plan(asked) if restored else choose.choose(asked)
     each = case.rows, *case.others
-    problem = LinearProblem(scheme, bucket, sum(each), case.columns, dtype, arch)
+    bits = 8 if way == "int8" else 16
+    problem = LinearProblem(scheme, bucket, sum(each), case.columns, dtype, arch, bits)
     if tuned.find(problem) is None:
         problem = replace(problem, rows=max(each))
     plan: Plan | None = _CHOOSERS[way].choose(problem)
@@ -200,7 +243,7 @@ def _plan(case: LinearCase, arch: Arch) -> Plan:
 
 
 _CHOOSERS: dict[str, Any] = {
-    "few": choose_linear, "wide": choose_wide, "tiles": choose_tiles,
+    "few": choose_linear, "wide": choose_wide, "int8": choose_wide, "tiles": choose_tiles,
 }  # fmt: skip
 
 
@@ -212,6 +255,9 @@ def route(scheme: VQScheme, tokens: int, columns: int, dtype: Dtype, arch: Arch)
     tiled = choose_tiles.tiled(scheme, columns) is None
     if tiled and alike <= choose_tiles.MOST_LAUNCHES * choose_tiles.MOST_TOKENS:
         return "tiles", choose_linear.token_bucket(min(tokens, choose_tiles.MOST_TOKENS))
+    int8 = scheme.activations_bits == 8 and alike >= choose_wide.FEWEST_INT8_TOKENS
+    if int8 and choose_wide.wide(scheme, columns, arch, 8) is None:
+        return "int8", choose_wide.token_bucket(tokens)
     wide = choose_wide.wide(scheme, columns, arch) is None
     if wide and choose_wide.fewest_tokens(scheme) <= alike <= choose_wide.MOST_TOKENS:
         return "wide", choose_wide.token_bucket(tokens)
@@ -279,6 +325,13 @@ def _alone(arch: Arch, family: str) -> Iterator[LinearCase]:
             tokens = (smallest, largest)[number // 2 % 2]
             dtype = ("float16", "bfloat16")[number % 2]
             yield LinearCase(name, tokens, rows, columns, dtype, bool(number // 3 % 2))
+        int8 = scheme.with_activations(8)
+        for way, (smallest, largest) in _buckets(int8, columns, arch).items():
+            if way[0] == "int8":  # type: ignore[index]
+                number += 1
+                tokens = (smallest, largest)[number // 2 % 2]
+                dtype = ("float16", "bfloat16")[number % 2]
+                yield LinearCase(int8.spec(), tokens, rows, columns, dtype, bool(number // 3 % 2))
         if not scheme.two_passes:  # those of float32 run as two products
             yield LinearCase(name, 3, rows, columns, "float32", bool(number % 2))
 

@@ -17,6 +17,7 @@ from .weights import BESIDE
 
 SUITE = "quality-models"
 _Records = Sequence[dict[str, Any]]
+_INT8 = "-int8"  # ends the name of a row with inputs of 8 bits
 _DEFAULT = "-activations"  # ends the name of a row that is made as `VQConfig()` makes it
 _PEERS = {"nf4-g64": "NF4 g64", "kivi-4-g32": "KIVI-4 g32", "kivi-2-g32": "KIVI-2 g32"}
 _PEERS |= {f"hqq-{bits}-g64": f"HQQ int{bits} g64" for bits in (4, 3, 2)}
@@ -51,6 +52,25 @@ def embeddings(records: _Records) -> str:
     table = markdown_table(["embedding", "MB in all", "KL divergence"], lines)
     which = f"{', '.join(measured)}, `{BESIDE}`, `activations=None`"
     return f"{table}\n\n{which}; see [above](#quality)."
+
+
+def int8(records: _Records) -> str:
+    """KL divergence of models with inputs of 16 and of 8 bits."""
+    settings = _shared(records, "text", "text_tokens", "text_context")
+    lines = []
+    for record in records:
+        rows = {row["name"]: row for row in record["results"]["rows"]}
+        for name, row in rows.items():
+            exact = rows.get(name.removesuffix(_INT8))
+            if name.endswith(_INT8) and exact is not None:
+                share = f"{100 * row['int8_share']:.0f} %"
+                cells = [significant(one["kld"]) for one in (exact, row)]
+                scheme = name.removesuffix(_INT8).removesuffix(_DEFAULT)
+                lines.append([record["settings"]["model"], f"`{scheme}`", share, *cells])
+    head = ["model", "weights", "in 8 bits", "KL divergence, 16 bits", "8 bits"]
+    read = f"{settings['text_tokens']:,} tokens in contexts of {settings['text_context']:,}"
+    how = sources([_of_all_rows(record) for record in records])
+    return f"{markdown_table(head, lines)}\n\nOn {settings['text']}: {read}. {how}"
 
 
 def caches(records: _Records) -> str:

@@ -20,6 +20,7 @@ from hf_vq.evaluation.storage import model_storage
 from hf_vq.hf.config import VQConfig
 
 from .. import baselines
+from ..int8 import simulate_int8
 from ..weights import quantize_blocks
 from .ggml import TYPES, Ggml
 
@@ -128,6 +129,13 @@ def _scheme(name: str, job: Job, **options: Any) -> Quantized:
     return Quantized(model, stored.bits_per_weight, {"megabytes": stored.nbytes / 1e6})
 
 
+def _int8(name: str, job: Job) -> Quantized:
+    """The same with `activations_bits=8`, simulated."""
+    found = _scheme(name, job, activations="model")
+    found.facts["int8_share"] = simulate_int8(found.model)
+    return found
+
+
 def _calibrated(name: str, job: Job) -> Quantized:
     job.text()
     return _scheme(name, job, calibration=job.calibration)
@@ -200,6 +208,10 @@ def rows() -> list[WeightRow]:
     ]
     found += [
         WeightRow(f"{name}-activations", "scheme", partial(_scheme, name, activations="model"))
+        for name in WITH_ACTIVATIONS
+    ]
+    found += [
+        WeightRow(f"{name}-activations-int8", "scheme", partial(_int8, name))
         for name in WITH_ACTIVATIONS
     ]
     found += [

@@ -90,33 +90,39 @@ def fused_linear(problem: dispatch.LinearProblem) -> str | None:
 
 def wide_linear(problem: dispatch.LinearProblem) -> str | None:
     """Whether linear_wgmma.cu, for many tokens on Hopper, computes with the codes."""
+    from ...codegen.families.linear_wgmma import MOST_TOKENS, fewest_tokens
+
+    fewest = fewest_tokens(VQScheme.parse(problem.scheme))
+    reason = refusals.few_tokens(problem.tokens, fewest)
+    return reason or refusals.many_tokens(problem.tokens, MOST_TOKENS) or _wide(problem, 16)
+
+
+def int8_linear(problem: dispatch.LinearProblem) -> str | None:
+    """Whether the same kernel computes with inputs that it rounds to int8, as the scheme asks."""
+    from ...codegen.families.linear_wgmma import FEWEST_INT8_TOKENS
+
+    if VQScheme.parse(problem.scheme).activations_bits != 8:
+        return "inputs are floats: VQConfig(activations_bits=8) rounds them"
+    return refusals.few_tokens(problem.tokens, FEWEST_INT8_TOKENS) or _wide(problem, 8)
+
+
+def _wide(problem: dispatch.LinearProblem, activations_bits: int) -> str | None:
     from ...codegen.families.dequantize import rotatable
     from ...codegen.families.linear import LinearProblem
-    from ...codegen.families.linear_wgmma import (
-        MOST_TOKENS,
-        choose,
-        fewest_tokens,
-        token_bucket,
-        wide,
-    )
+    from ...codegen.families.linear_wgmma import choose, token_bucket, wide
     from ...codegen.jit.device import device_arch
     from ...codegen.plan import Dtype
 
     scheme, columns = VQScheme.parse(problem.scheme), problem.in_features
-    reason = (
-        refusals.dtype(problem.dtype, refusals.HALVES)
-        or refusals.few_tokens(problem.tokens, fewest_tokens(scheme))
-        or refusals.many_tokens(problem.tokens, MOST_TOKENS)
-        or devices.several_kinds()
-    )
+    reason = refusals.dtype(problem.dtype, refusals.HALVES) or devices.several_kinds()
     if reason:
         return reason
     arch, dtype = device_arch(torch.cuda.current_device()), Dtype(problem.dtype)
-    reason = wide(scheme, columns, arch) or rotatable(scheme, columns)
+    reason = wide(scheme, columns, arch, activations_bits) or rotatable(scheme, columns)
     if reason:
         return reason
-    tokens = token_bucket(problem.tokens)
-    asked = LinearProblem(scheme, tokens, problem.out_features, columns, dtype, arch)
+    tokens, rows = token_bucket(problem.tokens), problem.out_features
+    asked = LinearProblem(scheme, tokens, rows, columns, dtype, arch, activations_bits)
     return refusals.no_plan(choose(asked), problem.tokens)
 
 

@@ -53,6 +53,7 @@ class LinearProblem:
         in_features: columns of W.
         dtype: dtype of x and y.
         arch: architecture of the GPU.
+        activations_bits: 16, or 8: x is rounded to int8 (linear_wgmma.cu only).
     """
 
     scheme: VQScheme
@@ -61,6 +62,7 @@ class LinearProblem:
     in_features: int
     dtype: Dtype
     arch: Arch
+    activations_bits: int = 16
 
 
 def fusable(scheme: VQScheme, in_features: int) -> str | None:

@@ -12,13 +12,14 @@ from dataclasses import replace
 from ...formats.packing import packed_size
 from ...formats.scheme import VQScheme
 from ..jit.device import RESERVED_BYTES, Arch
-from ..plan import Scope, WidePlan
-from .dequantize import Cost, decodable
+from ..plan import Dtype, RotateInt8Plan, Scope, WidePlan
+from .dequantize import Cost, decodable, diagonal_of
 from .linear import LinearProblem, fusable
 from .table_layout import LARGEST_INDEX, copies, fused, load_bytes, tables
 
 _FEWEST_TOKENS, _FEWEST_OF_LATTICES = 33, 17  # with fewer the kernel for few is faster
-MOST_TOKENS = 1024  # beyond, decoded rows are used often enough
+MOST_TOKENS = 1024  # beyond, decoded rows are used often enough; not where inputs are int8
+FEWEST_INT8_TOKENS = 65
 
 _WARPGROUPS = (2, 3, 4)  # that multiply
 _TOKEN_TILES = (32, 64, 128, 256)
@@ -27,8 +28,11 @@ _UNITS = (32, 64, 128, 16)  # the first that codes allow
 _SHORTEST_BLOCK, _LONGEST_UNIT = 8, 64  # that rotate.cu exchanges within a warp
 _MOST_SLOTS, _FEWEST_SLOTS = 8, 3
 _STEPS, _MORE_STEPS = 2, 3  # where there are registers for more
+_INT8_STEPS = 4
+_INT8_UNIT, _INT8_COLUMNS = 32, 1 << 15  # of int8 inputs, of which a thread rounds 32
+_INT8_ROWS = 4  # whose scale a warp finds
 _LEFT_OUT = 12  # multiprocessors of 132 that have no place in clusters of more than two
-_COLUMNS = 64  # of a slot
+_COLUMNS = 64  # of a slot; 128 of int8
 _TENSOR = 0.52  # cycles of a product of 64 x 16 for each token
 _SHORTEST = 66.0  # cycles of such a product, however few its tokens
 _SHARED = 0.25  # wavefronts of shared memory that read x for each token
@@ -41,7 +45,7 @@ _PATTERNS = 3000  # cycles more for each stage of a lattice
 _IN_TURN = 0.1  # of what does not bind
 
 
-def wide(scheme: VQScheme, in_features: int, arch: Arch) -> str | None:
+def wide(scheme: VQScheme, in_features: int, arch: Arch, activations_bits: int = 16) -> str | None:
     """None if the kernel computes with such codes on such a GPU, else the reason why not."""
     if arch.name != "sm_90a":
         return f"{arch.name} has no products of warpgroups (wgmma)"
@@ -53,8 +57,15 @@ def wide(scheme: VQScheme, in_features: int, arch: Arch) -> str | None:
     unit = _unit(scheme, in_features)
     if unit is None:
         return f"codes of {in_features} weights are not whole words for every 64 columns"
-    block = scheme.block(in_features) if scheme.rotation != "none" else 1
-    if block > 1 and block != 4 * unit and (block < _SHORTEST_BLOCK or unit > _LONGEST_UNIT):
+    block = scheme.block(in_features)
+    if activations_bits == 8:
+        if unit != _INT8_UNIT:
+            return f"codes of {in_features} weights are not whole words for every 128 columns"
+        if block > RotateInt8Plan.LARGEST_BLOCK:
+            return f"inputs that are rotated by {block} are not rounded"
+        if in_features > _INT8_COLUMNS:
+            return f"a block of threads does not round inputs of {in_features} numbers"
+    elif block > 1 and block != 4 * unit and (block < _SHORTEST_BLOCK or unit > _LONGEST_UNIT):
         return f"inputs that are rotated by {block} have no order for units of {unit}"
     return None
 
@@ -96,12 +107,13 @@ def _plan(problem: LinearProblem, warpgroups: int, token_tile: int, split: int) 
     replicas, interleaved = copies(scheme, arch)
     unit = _unit(scheme, columns) or _UNITS[0]
     group = scheme.group(columns)
+    int8 = problem.activations_bits == 8
     # Slots of all steps are even in number: decoded weights alternate between two places.
-    more = warpgroups == 2 and token_tile == 128 and unit > _COLUMNS // 4
+    more = warpgroups == 2 and token_tile == 128 and unit > _COLUMNS // 4 and not int8
     plan = WidePlan(
         threads=128 * (warpgroups + 1),
         blocks_per_sm=1,
-        dtype=problem.dtype,
+        dtype=Dtype.FLOAT16 if int8 else problem.dtype,
         vector_size=scheme.vector_size,
         entry_bits=scheme.entry_bits,
         num_codebooks=scheme.streams,
@@ -114,11 +126,15 @@ def _plan(problem: LinearProblem, warpgroups: int, token_tile: int, split: int) 
         interleaved=interleaved,
         unit=unit,
         load_bytes=load_bytes(scheme, unit, columns),
+        out=problem.dtype,
+        activations_bits=problem.activations_bits,
         token_tile=token_tile,
         cluster_size=split,
         x_stages=0,
-        pipeline_depth=_MORE_STEPS if more else _STEPS,
+        pipeline_depth=_INT8_STEPS if int8 else _MORE_STEPS if more else _STEPS,
     )
+    if int8 and spare_registers(plan, arch) < 0:
+        plan = replace(plan, pipeline_depth=_STEPS)
     most = min(arch.shared_per_block, arch.shared_per_sm - RESERVED_BYTES)
     left = max(0, most - plan.shared_bytes) // (plan.slot_bytes + 16)
     return replace(plan, x_stages=min(left, _MOST_SLOTS))
@@ -145,6 +161,8 @@ def registers(plan: WidePlan) -> int:
     words = plan.unit // plan.vector_size * plan.entry_bits // 32
     codes = 2 * plan.pipeline_depth * (plan.num_codebooks * words + (plan.group > 0))
     weights = 16 + 16 * (plan.num_codebooks > 1) + 16 * (plan.scope is Scope.E8P)
+    if plan.activations_bits == 8:
+        weights += 20  # entries on their way, and factors of rows and tokens
     fields = 16 if plan.entry_bits * plan.fused % 8 else 0  # codes that are not whole bytes
     return 30 + plan.token_tile // 2 + codes + 4 * plan.num_codebooks + weights + fields
 
@@ -152,7 +170,8 @@ def registers(plan: WidePlan) -> int:
 def spare_registers(plan: WidePlan, arch: Arch) -> int:
     """Registers of such a thread beyond those it needs (linear_wgmma.cu: `math_registers`)."""
     at_launch = arch.registers_per_sm // (plan.blocks_per_sm * plan.threads) // 8 * 8
-    most = (at_launch * (plan.warpgroups + 1) - 24) // plan.warpgroups // 8 * 8
+    producer = 32 if plan.activations_bits == 8 or plan.warpgroups > 2 else 24
+    most = (at_launch * (plan.warpgroups + 1) - producer) // plan.warpgroups // 8 * 8
     return min(most, 240) - registers(plan)
 
 
@@ -186,9 +205,11 @@ def cost(plan: WidePlan, problem: LinearProblem) -> Cost:
     waves = -(-tiles(plan, rows, tokens) // clusters(plan, arch))
     # Products of 16 columns in one tile, and cycles of one, of all warpgroups together.
     steps = -(-(columns // (4 * plan.unit)) // plan.cluster_size) * plan.unit // 4
+    if plan.activations_bits == 8:  # of 32 columns, with twice the weights
+        steps = -(-steps // 2)
     lattice = plan.scope is Scope.E8P
     lookups = _LOOKUPS * plan.num_codebooks * (_LATTICE if lattice else 1.0)
-    lookups *= 1 if plan.replicas > 1 else 3
+    lookups *= 16 // plan.activations_bits if plan.replicas > 1 else 3 * 16 // plan.activations_bits
     wavefronts = plan.warpgroups * (_SHARED * plan.token_tile + lookups)
     parts = {
         "tensor cores": plan.warpgroups * max(_TENSOR * plan.token_tile, _SHORTEST),
@@ -209,7 +230,9 @@ def cost(plan: WidePlan, problem: LinearProblem) -> Cost:
 @functools.lru_cache(maxsize=4096)
 def choose(problem: LinearProblem) -> WidePlan | None:
     """The feasible plan of the lowest cost; None: there is none."""
-    if problem.tokens > MOST_TOKENS or wide(problem.scheme, problem.in_features, problem.arch):
+    if problem.activations_bits == 16 and problem.tokens > MOST_TOKENS:
+        return None
+    if wide(problem.scheme, problem.in_features, problem.arch, problem.activations_bits):
         return None
     return next(iter(best(problem)), None)
 
@@ -218,3 +241,24 @@ def best(problem: LinearProblem) -> list[WidePlan]:
     """The feasible plans, the one of the lowest cost first."""
     plans = [plan for plan in candidates(problem) if feasible(plan, problem) is None]
     return sorted(plans, key=lambda plan: cost(plan, problem).cycles)
+
+
+def rotate_int8_plan(problem: LinearProblem) -> RotateInt8Plan:
+    """The plan of the rotation before int8 products: nothing in it is a matter of choice."""
+    scheme, columns = problem.scheme, problem.in_features
+    threads = -(-columns // 1024) * 32
+    return RotateInt8Plan(
+        threads=threads,
+        blocks_per_sm=max(1, 1024 // threads),
+        source=problem.dtype,
+        columns=columns,
+        block=scheme.block(columns),
+        diagonal=diagonal_of(scheme),
+        vector_size=scheme.vector_size,
+        entry_bits=scheme.entry_bits,
+        num_codebooks=scheme.streams,
+        scope=Scope.E8P if scheme.lattice else Scope.SHARED,
+        integers=scheme.largest_entry > 0,
+        groups=columns // scheme.group(columns),
+        rows_of_warp=_INT8_ROWS,
+    )

@@ -19,7 +19,13 @@ from ... import patches
 from ...errors import VQConfigError, VQFormatError
 from ...formats.catalog import LinearScheme
 from ...nn.quantized_module import QuantizedModule
-from ...nn.replace import candidates, convertible, replace_modules, restore_modules
+from ...nn.replace import (
+    candidates,
+    convertible,
+    replace_modules,
+    restore_modules,
+    set_activations_bits,
+)
 from ...progress import Progress
 from ..checkpoint import headers as stored_files
 from ..checkpoint.provenance import record
@@ -203,6 +209,7 @@ class VQDiffusersQuantizer(DiffusersQuantizer):
             config.provenance = record(model, self.errors, shared, {"dtype": dtype})
         self._checkpoint, self._wanted, self._shared = None, {}, {}
         leave_fast_path(model)
+        set_activations_bits(model, config.activations_bits)
         fuse_inputs(model)
         warn_of_slow_layers(model)
         model.register_to_config(quantization_config=config)

@@ -17,7 +17,14 @@ from transformers import PreTrainedModel
 from ... import patches
 from ...errors import VQConfigError, VQError
 from ...nn.experts import holds_experts
-from ...nn.replace import candidates, convertible, restore_modules, shared_names, vq_modules
+from ...nn.replace import (
+    candidates,
+    convertible,
+    restore_modules,
+    set_activations_bits,
+    shared_names,
+    vq_modules,
+)
 from ...nn.trained import train
 from ...progress import Progress
 from ..checkpoint import headers as stored_files
@@ -163,6 +170,7 @@ def _quantize_module(model: nn.Module, config: VQConfig) -> None:
     if config.pass2 is not None:
         place_pass2(model, config.pass2)
     train(vq_modules(model), config.trainable or ())
+    set_activations_bits(model, config.activations_bits)
 
 
 def _check(model: nn.Module) -> None:

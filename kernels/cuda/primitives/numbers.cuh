@@ -152,6 +152,10 @@ __device__ inline void store_byte(uint32_t to, char value) {
   asm volatile("st.shared.u8 [%0], %1;" ::"r"(to), "r"(int(value)) : "memory");
 }
 
+__device__ inline void store_word(uint32_t to, uint32_t value) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(value) : "memory");
+}
+
 // Copy `bytes` (4, or 0: zeros) of global memory to 4 bytes of shared memory, asynchronously; `to` is an address in the
 // shared state space.
 __device__ inline void copy_async(uint32_t to, const void* from, int bytes) {

@@ -55,8 +55,8 @@ __device__ inline uint64_t wgmma_descriptor(uint32_t address) {
   ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95" \
   ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
   ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-#define WGMMA_BYTES(N, COUNT, A, B)                                                                                \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k32.s32.u8.s8 {" NAMES_##COUNT "}, {" A "}, " B ", 1;"      \
+#define WGMMA_BYTES(N, COUNT, TYPE, A, B)                                                                          \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k32.s32." TYPE ".s8 {" NAMES_##COUNT "}, {" A "}, " B ", 1;" \
                : INTEGERS_##COUNT(0)                                                                              \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
 #define WGMMA(N, COUNT, TYPE, A, B)                                                                        \
@@ -84,12 +84,20 @@ __device__ inline void wgmma(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t
   static_assert(N == 32 || N == 64 || N == 128 || N == 256, "a size that is written out here");
 }
 
-// One product of k32, of unsigned a and signed b, modulo 2^32.
-template <int N> __device__ inline void wgmma_bytes(int (&d)[N / 2], const uint32_t (&a)[4], uint64_t b) {
-  if constexpr (N == 32) WGMMA_BYTES(32, 16, "%16, %17, %18, %19", "%20");
-  if constexpr (N == 64) WGMMA_BYTES(64, 32, "%32, %33, %34, %35", "%36");
-  if constexpr (N == 128) WGMMA_BYTES(128, 64, "%64, %65, %66, %67", "%68");
-  if constexpr (N == 256) WGMMA_BYTES(256, 128, "%128, %129, %130, %131", "%132");
+// One product of k32, of signed b and a, modulo 2^32; `Signed`: whether a is signed.
+template <bool Signed, int N> __device__ inline void wgmma_bytes(int (&d)[N / 2], const uint32_t (&a)[4], uint64_t b) {
+#if WITHOUT_PRODUCTS
+  d[0] += a[0] ^ a[1] ^ a[2] ^ a[3];
+  return;
+#endif
+  if constexpr (N == 32 && Signed) WGMMA_BYTES(32, 16, "s8", "%16, %17, %18, %19", "%20");
+  if constexpr (N == 32 && !Signed) WGMMA_BYTES(32, 16, "u8", "%16, %17, %18, %19", "%20");
+  if constexpr (N == 64 && Signed) WGMMA_BYTES(64, 32, "s8", "%32, %33, %34, %35", "%36");
+  if constexpr (N == 64 && !Signed) WGMMA_BYTES(64, 32, "u8", "%32, %33, %34, %35", "%36");
+  if constexpr (N == 128 && Signed) WGMMA_BYTES(128, 64, "s8", "%64, %65, %66, %67", "%68");
+  if constexpr (N == 128 && !Signed) WGMMA_BYTES(128, 64, "u8", "%64, %65, %66, %67", "%68");
+  if constexpr (N == 256 && Signed) WGMMA_BYTES(256, 128, "s8", "%128, %129, %130, %131", "%132");
+  if constexpr (N == 256 && !Signed) WGMMA_BYTES(256, 128, "u8", "%128, %129, %130, %131", "%132");
   static_assert(N == 32 || N == 64 || N == 128 || N == 256, "a size that is written out here");
 }
 

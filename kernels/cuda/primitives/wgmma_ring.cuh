@@ -9,6 +9,7 @@
 //     origin            address of the dynamic shared memory within the memory of the block
 //     split             blocks of a cluster that split the columns
 //     teams             warpgroups that share rows and take chunks round-robin
+//     producer_registers   of a thread of the producer warpgroup
 #pragma once
 #include "plan.cuh"
 #include "primitives/numbers.cuh"
@@ -26,7 +27,7 @@ constexpr uint32_t barriers = partial_sums + (split > 1 ? added * split * math_t
 constexpr uint32_t sums_barrier = barriers + Plan::x_stages * 16;
 
 // Registers of a block move from the producer to the consumer warpgroups, in multiples of 8.
-constexpr int at_launch = 65536 / (Plan::blocks_per_sm * Plan::threads) / 8 * 8, producer_registers = 24;
+constexpr int at_launch = 65536 / (Plan::blocks_per_sm * Plan::threads) / 8 * 8;
 constexpr int spared = (at_launch * (warpgroups + 1) - producer_registers) / warpgroups / 8 * 8;
 constexpr int math_registers = spared < 240 ? spared : 240;
 
@@ -96,7 +97,7 @@ __device__ inline void set_barriers(const char* shared, int rank) {
 __device__ inline void produce(const void* x, int tokens, const Work& work, Turn& turn) {
   const int padded = (tokens + 7) / 8 * 8;
   const uint32_t bytes = min(tile_tokens, tokens - work.token) * 128;
-  const char* from = static_cast<const char*>(x) + work.token * 128;
+  const char* from = static_cast<const char*>(x) + int64_t(work.token) * 128;
   for (int at = work.begin * slots; at < work.end * slots; ++at, turn.next()) {
     barrier_wait(turn.empty(), turn.parity ^ 1);
 #if WITHOUT_X

@@ -27,7 +27,7 @@
 #include "primitives/pdl.cuh"
 #include "w4a8/w4a8.cuh"
 
-constexpr int columns_of_slot = chunk, split = 1, teams = Plan::split_k_warpgroups;
+constexpr int columns_of_slot = chunk, split = 1, teams = Plan::split_k_warpgroups, producer_registers = 24;
 constexpr uint32_t origin = 0, first_byte = 0;
 static_assert(Plan::x_stages > teams, "a team has its slot until the next of its slots is full");
 
@@ -177,7 +177,7 @@ __device__ inline void multiply(const Rows& rows, const Work& work, int team, Tu
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         wgmma_fence();
-        wgmma_bytes<tile_tokens>(sums, fragment[k], b + 2 * k);
+        wgmma_bytes<false, tile_tokens>(sums, fragment[k], b + 2 * k);
         wgmma_commit();
         wgmma_wait<2>();  // the one two before: its fragment is free, after two of a slot the slot before
         if (k == 1) release();

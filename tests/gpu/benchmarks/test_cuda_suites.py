@@ -7,6 +7,7 @@ from transformers import LlamaConfig
 from benchmarks.ablation import parts as cuda_parts
 from benchmarks.cuda import calibrate as cuda_calibrate
 from benchmarks.cuda import generate as cuda_generate
+from benchmarks.cuda import int8 as cuda_int8
 from benchmarks.cuda import linear as cuda_linear
 from benchmarks.cuda import peers as cuda_peers
 from benchmarks.cuda import quantize as cuda_quantize
@@ -15,6 +16,7 @@ from benchmarks.cuda import w4a8 as cuda_w4a8
 from benchmarks.cuda import w4a8_block as cuda_w4a8_block
 from benchmarks.paper_vq_llm import mechanisms as cuda_mechanisms
 from benchmarks.peers import aqlm_cuda as aqlm_peer
+from benchmarks.tables import cuda_linear as cuda_linear_tables
 from benchmarks.tables import cuda_w4a8 as cuda_w4a8_tables
 from hf_vq.codegen import tuned
 from hf_vq.codegen.families.linear import LinearProblem, choose
@@ -38,6 +40,17 @@ def test_cuda_w4a8(monkeypatch):
     assert all(("tensor_us" in row) == (hopper and row["tokens"] > 1) for row in ours)
     table = cuda_w4a8_tables.table(rows)
     assert "| tokens | us | x bf16 | x int8 x int8 |" in table and "\n| 64 |" in table
+
+
+@pytest.mark.gpu
+def test_cuda_int8(monkeypatch):
+    monkeypatch.setattr(cuda_linear, "cold_copies", lambda nbytes: 2)
+    _, results = cuda_int8.run(schemes=("vq-4",), shapes=((256, 512),), tokens=(128,), rounds=1)
+    rows = {row["name"]: row for row in results["rows"]}
+    assert set(rows) == {"bf16", "qoq-w4a8-g128", "vq-4", "vq-4, int8"}
+    hopper = device_arch(0).name == "sm_90a"
+    assert (rows["vq-4, int8"]["kernel"] == "cuda.int8_linear") == hopper
+    assert "| `vq-4, int8` |" in cuda_linear_tables.speedups(results["rows"])
 
 
 @pytest.mark.gpu

@@ -45,16 +45,14 @@ def test_the_longest_part_alone_is_the_limit():
     assert row_of(found, "| `vq-3` |")[4] == "-"
 
 
-def test_many_tokens_are_compared_with_writing_the_rows():
+def test_calls_of_layers_are_compared_with_the_least_op():
     def change(rows):
-        for row in rows["cuda-linear"]:
-            if row["what"] == "decode" and row["name"] == "write":
-                row["us"] = 100.0
-            if row["what"] == "linear" and row["tokens"] == 1024:
-                row |= {"us": 300.0, "speedup": {"bf16": 0.5}}
+        host = [row for row in rows["cuda-linear"] if row["what"] == "host"]
+        for row in host:
+            row["us"] = 5.0 if row["name"] == "neg" else 20.0
 
-    found = lines(cuda_limits.many_table, cuda_limits.LINEAR_SUITES, change)
-    assert row_of(found, "| 1024 tokens, `vq-4` and `vq-2` |")[1:] == ["0.5 x", "0.75 x"]
+    found = lines(cuda_limits.whole_table, cuda_limits.LINEAR_SUITES, change)
+    assert row_of(found, "| eager call, all schemes, median")[1:] == ["20 us", "5 us"]
 
 
 def test_a_token_is_compared_with_layers_that_read_as_fast_as_dense_ones():
@@ -65,6 +63,6 @@ def test_a_token_is_compared_with_layers_that_read_as_fast_as_dense_ones():
                 if row["name"] == "vq-4":
                     row["speedup"] = {"generate_ms": 1.5}
 
-    found = lines(cuda_limits.many_table, cuda_limits.LINEAR_SUITES, change)
+    found = lines(cuda_limits.whole_table, cuda_limits.LINEAR_SUITES, change)
     line = row_of(found, "| tokens/s of a Llama-3-8B, `vq-4`, `generate`")
     assert line[1:] == ["1.5 x", "2 x"], "8 ms, of which 2 ms of a step and 2 ms between steps stay"

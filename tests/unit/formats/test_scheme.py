@@ -20,7 +20,13 @@ from hf_vq.formats import (
     validate_tensor,
     weight_scheme,
 )
-from hf_vq.formats.scheme import CODEBOOK_BITS, CODEBOOKS, ROTATIONS, STAGES
+from hf_vq.formats.scheme import (
+    ACTIVATIONS_BITS,
+    CODEBOOK_BITS,
+    CODEBOOKS,
+    ROTATIONS,
+    STAGES,
+)
 
 CATALOGUE = [*WEIGHT_SCHEMES.values(), *(s.key for s in KV_SCHEMES.values())]
 
@@ -44,6 +50,7 @@ def test_catalogue_survives_spec_and_json(scheme):
         codebook_bits=st.sampled_from(CODEBOOK_BITS),
         stages=st.sampled_from(STAGES),
         second_bits=st.sampled_from([0, 0, 1, 2, 4, 5, 16]),
+        activations_bits=st.sampled_from(ACTIVATIONS_BITS),
     )
 )
 def test_any_scheme_survives_spec(fields):
@@ -101,6 +108,17 @@ def test_nominal_bits_of_keys_and_values(name, key, value):
     assert scheme.key.has_scale == (scheme.key.codebook != "channel_group")
     if not scheme.key.has_scale:
         assert scheme.key.bits() == scheme.key.bits(128, 128) == key
+
+
+def test_bits_of_activations_change_nothing_that_is_stored():
+    for name, scheme in WEIGHT_SCHEMES.items():
+        other = scheme.with_activations(8)
+        assert other != scheme and other.with_activations(16) == scheme, name
+        assert scheme.with_activations(16) is scheme
+        assert "activations_bits" not in scheme.to_dict()
+        assert other.spec() == f"{scheme.spec()}-a8"
+        assert tensor_specs(other, 512, 512) == tensor_specs(scheme, 512, 512)
+        assert other.bits(512, 512) == scheme.bits(512, 512)
 
 
 def test_two_passes():
@@ -201,6 +219,7 @@ def test_codebooks_of_a_kv_cache():
         ({"tile": [256, 256]}, "tile"),
         ({"codebook_bits": 8}, "codebook_bits must be 16 or 7; got 8"),
         ({"codebook_bits": True}, "codebook_bits must be 16 or 7"),
+        ({"activations_bits": 4}, "activations_bits must be 16 or 8; got 4"),
         ({"codebook_bits": 7, "vector_size": 8}, "integer entries are learned, for"),
         ({"codebook_bits": 7, "codebook": "tensor"}, "vectors of 4, 8"),
     ],

@@ -221,3 +221,18 @@ def test_a_missing_text_is_said_at_once(argument, tmp_path):
     saved = VQConfig("vq-3", calibration=str(tmp_path / "text.txt"), provenance={}).to_dict()
     (tmp_path / "text.txt").unlink()
     VQConfig.from_dict(saved)  # a record needs no file
+
+
+def test_bits_of_activations_are_not_stored():
+    config = VQConfig(activations_bits=8)
+    assert config.activations_bits == 8
+    assert config.get_loading_attributes() == {"activations_bits": 8}
+    assert config.to_dict() == VQConfig().to_dict()
+    assert VQConfig().get_loading_attributes() == {}
+    for wrong in (4, 12, True, "8", 8.0):
+        with pytest.raises(VQConfigError, match="activations_bits must be"):
+            VQConfig(activations_bits=wrong)
+    spec = WEIGHT_SCHEMES["vq-4"].with_activations(8).spec()
+    for stored in ({"scheme": spec}, {"layers": {"down_proj": spec}}):
+        with pytest.raises(VQConfigError, match="give activations_bits=8"):
+            VQConfig(**stored)

@@ -25,6 +25,20 @@ class LinearArguments(ctypes.Structure):
     ]
 
 
+class RotateInt8Arguments(ctypes.Structure):
+    """struct Arguments of kernels/cuda/linear/rotate_int8.cu."""
+
+    _fields_ = [
+        ("x", ctypes.c_void_p),
+        ("diagonal", ctypes.c_void_p),
+        ("y", ctypes.c_void_p),
+        ("codebook", ctypes.c_void_p),
+        ("scale", ctypes.c_void_p),
+        ("tokens", ctypes.c_int32),
+        ("rows", ctypes.c_int32),
+    ]
+
+
 @functools.cache
 def grouped_arguments(matrices: int, nested: bool) -> type[ctypes.Structure]:
     """struct Together of so many matrices, flat: fields of the second one are `codes_1`, ..

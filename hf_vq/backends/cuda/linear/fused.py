@@ -20,7 +20,7 @@ from ....codegen.families.linear import TILE_ROWS, LinearProblem, blocks_of, cho
 from ....codegen.jit.device import device_arch
 from ....codegen.jit.kernel_store import default_store
 from ....codegen.jit.launch import LoadedKernel, Prepared
-from ....codegen.plan import LinearPlan, RotatePlan
+from ....codegen.plan import LinearPlan, RotateInt8Plan, RotatePlan
 from ....errors import VQBackendError, VQFormatError
 from ....formats.scheme import VQScheme
 from ....formats.stored_weight import StoredWeight
@@ -52,6 +52,7 @@ class Launch:
     rotation_block: int
     arranged: int  # numbers of x in order; 0 = as they are
     ragged: bool
+    rounds: bool = False  # `before` rounds x to int8 (rotate_int8.cu)
 
 
 Keepers = tuple[Tensor, ...]
@@ -143,7 +144,15 @@ class _Call:
             }  # fmt: skip
             values |= {field_of(name, i): value for name, value in fixed.items()}
             self.changing.append(tuple([field_of(name, i) for name in ("x", "bias", "y")]))
-            if launch.before is not None:
+            if launch.before is not None and launch.rounds:
+                plan, tokens = launch.before.plan, x.numel() // in_features
+                assert isinstance(plan, RotateInt8Plan)
+                rounding = launch.before.prepare(
+                    plan.blocks(tokens, layer.rows), diagonal=layer.diagonal, codebook=codebook,
+                    scale=scale, tokens=tokens, rows=layer.rows,
+                )  # fmt: skip
+                self.before.append(rounding)
+            elif launch.before is not None:
                 count = x.numel() // launch.rotation_block
                 rotation = launch.before.prepare(
                     -(-count // launch.blocks_at_a_time), diagonal=layer.diagonal, blocks=count,

@@ -33,7 +33,8 @@ def ask_anew():
 
 @pytest.mark.parametrize("op", ["linear", "decode"])
 def test_they_come_first(op):
-    of_linear = ["cuda.tile_linear", "cuda.wide_linear", "cuda.fused_linear", "cuda.linear"]
+    of_linear = ["cuda.tile_linear", "cuda.int8_linear", "cuda.wide_linear", "cuda.fused_linear",
+                 "cuda.linear"]  # fmt: skip
     names = of_linear if op == "linear" else ["cuda.decode_integers", "cuda.decode"]
     found = [entry.name for entry in dispatch.entries(op) if entry.devices != ("cpu",)]
     assert found[: len(names)] == names

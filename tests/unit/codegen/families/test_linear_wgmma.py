@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from hf_vq.codegen.families.linear import LinearProblem
 from hf_vq.codegen.families.linear_wgmma import (
+    FEWEST_INT8_TOKENS,
     MOST_TOKENS,
     best,
     blocks,
@@ -16,6 +17,7 @@ from hf_vq.codegen.families.linear_wgmma import (
     clusters,
     feasible,
     fewest_tokens,
+    rotate_int8_plan,
     spare_registers,
     token_bucket,
     wide,
@@ -27,8 +29,8 @@ from hf_vq.formats import WEIGHT_SCHEMES, VQScheme
 SCHEMES = ("vq-4", "turboquant-4", "vq-3", "vq-2", "quip-sharp-2", "quip-sharp-4", "aqlm-2")
 
 
-def problem(scheme, tokens=128, rows=4096, columns=4096, arch="sm_90a"):
-    return LinearProblem(scheme, tokens, rows, columns, Dtype.BFLOAT16, ARCHES[arch])
+def problem(scheme, tokens=128, rows=4096, columns=4096, arch="sm_90a", bits=16):
+    return LinearProblem(scheme, tokens, rows, columns, Dtype.BFLOAT16, ARCHES[arch], bits)
 
 
 @st.composite
@@ -42,8 +44,8 @@ def problems(draw):
         rotation=draw(st.sampled_from(["none", "random_hadamard"])),
     )
     columns = 64 * draw(st.integers(1, 180))
-    tokens = token_bucket(draw(st.integers(33, 9000)))
-    return problem(scheme, tokens, draw(st.integers(1, 20000)), columns)
+    tokens, bits = token_bucket(draw(st.integers(33, 9000))), draw(st.sampled_from([16, 8]))
+    return problem(scheme, tokens, draw(st.integers(1, 20000)), columns, bits=bits)
 
 
 @settings(max_examples=30, deadline=None)
@@ -51,8 +53,9 @@ def problems(draw):
 def test_the_chosen_plan_can_run(asked):
     plan = choose(asked)
     if plan is None:
-        few = asked.tokens <= MOST_TOKENS
-        assert not few or wide(asked.scheme, asked.in_features, asked.arch) or not best(asked)
+        bits = asked.activations_bits
+        many = bits == 16 and asked.tokens > MOST_TOKENS
+        assert many or wide(asked.scheme, asked.in_features, asked.arch, bits) or not best(asked)
         return
     assert feasible(plan, asked) is None and spare_registers(plan, asked.arch) >= 0
     # What the kernel relies on.
@@ -62,7 +65,10 @@ def test_the_chosen_plan_can_run(asked):
     assert plan.load_bytes in (4, 8, 16)
     assert plan.group == 0 or plan.group % (4 * plan.unit) == 0
     assert plan.threads % 128 == 0 and plan.warpgroups >= 2
-    assert plan.pipeline_depth * plan.unit // 16 % 2 == 0
+    int8 = plan.activations_bits == 8
+    assert plan.pipeline_depth * plan.unit // (32 if int8 else 16) % 2 == 0
+    assert plan.activations_bits == asked.activations_bits and plan.out is asked.dtype
+    assert plan.dtype is (Dtype.FLOAT16 if int8 else asked.dtype)
     assert plan.slot_bytes % 1024 == 0  # whole groups of eight tokens
     assert plan.blocks_per_sm * (plan.shared_bytes + 1024) <= asked.arch.shared_per_sm
     assert plan.x_stages * plan.slot_bytes + plan.table_bytes <= plan.shared_bytes
@@ -75,6 +81,32 @@ def test_the_catalogue_has_plans(name):
     for tokens in (33, 64, 100, 256, 1000, MOST_TOKENS):
         for rows, columns in ((4096, 4096), (14336, 4096), (4096, 14336), (11008, 4096), (1, 256)):
             assert choose(problem(WEIGHT_SCHEMES[name], tokens, rows, columns)), (tokens, rows)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_the_catalogue_has_plans_of_int8(name):
+    scheme = WEIGHT_SCHEMES[name]
+    for tokens in (FEWEST_INT8_TOKENS, 128, MOST_TOKENS, 1 << 17):
+        for rows, columns in ((4096, 4096), (14336, 4096), (4096, 14336), (1, 256), (7, 28672)):
+            asked = problem(scheme, token_bucket(tokens), rows, columns, bits=8)
+            assert choose(asked), (tokens, rows, columns)
+            rounding = rotate_int8_plan(asked)
+            assert rounding.threads % 32 == 0 and 32 <= rounding.threads <= 1024
+            assert columns <= 32 * rounding.threads  # four threads have 128 columns
+            warps = rounding.threads // 32
+            of_rows = rounding.blocks(tokens, rows) - tokens
+            assert (of_rows - 1) * warps * rounding.rows_of_warp < rows
+            assert rows <= of_rows * warps * rounding.rows_of_warp
+
+
+def test_who_has_no_int8():
+    hopper = ARCHES["sm_90a"]
+    assert "wgmma" in wide(WEIGHT_SCHEMES["vq-4"], 4096, ARCHES["sm_100"], 8)
+    assert "128 columns" in wide(WEIGHT_SCHEMES["aqlm-3"], 4096, hopper, 8)
+    assert "128 columns" in wide(VQScheme.parse("vq2x8r1-tensor-g64-none"), 4096, hopper, 8)
+    blocks_of_256 = VQScheme.parse("vq2x8r1-universal-g128-random_hadamard256")
+    assert "rotated by 256" in wide(blocks_of_256, 4096, hopper, 8)
+    assert "block of threads" in wide(WEIGHT_SCHEMES["vq-4"], (1 << 15) + 128, hopper, 8)
 
 
 @pytest.mark.parametrize("tokens", [64, 128, 1024])

@@ -189,9 +189,9 @@ extern "C" __global__ void products(int* y, const uint32_t* x, int count) {
   uint32_t a[2][4] = {};
   for (int i = FIRST; i < count; ++i) {
     wgmma_fence();
-    wgmma_bytes<32>(sums, a[0], wgmma_descriptor(0));
+    wgmma_bytes<false, 32>(sums, a[0], wgmma_descriptor(0));
     a[1][0] = x[i];
-    wgmma_bytes<32>(sums, a[1], wgmma_descriptor(0));
+    wgmma_bytes<false, 32>(sums, a[1], wgmma_descriptor(0));
     wgmma_commit();
     wgmma_wait<0>();
   }

@@ -63,6 +63,7 @@ def test_the_matrix_compiles_into_the_store(arch, tmp_path, capsys):
     assert sum(" encode" in line for line in lines) == 8
     assert sum(" round" in line for line in lines) == 7
     assert sum(" wide" in line for line in lines) >= (16 if arch == "sm_90a" else 0)
+    assert sum(" int8" in line for line in lines) >= (16 if arch == "sm_90a" else 0)
     assert all(line.startswith(arch) and line.endswith("  0 local") for line in lines)
     assert len(list(tmp_path.glob("*.kernel"))) == len(lines)
     # What a process with a GPU asks for is there.
