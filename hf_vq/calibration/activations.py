@@ -4,8 +4,8 @@
                        its outputs with these codes -> the inputs of the next block
 
 It is calibration's way (`layerwise`) in seconds instead of minutes: few tokens, whose H is believed
-by less than half (`fit/block_ldlq.py`). The tokens are ones that the model writes itself, so that
-no text is needed.
+by less than half (`fit/block_ldlq.py`). The tokens are ones that the model writes itself
+(`text.own_words`), so that no text is needed.
 """
 
 from __future__ import annotations
@@ -431,10 +431,8 @@ class ActivationPass:
             why = self._writes_nothing(model)
             try:
                 if why is None:
-                    # The first token of a text may have inputs like no other's, and which of
-                    # them are large can depend on it: Qwen2.5's differ behind its own first token.
                     count = TOKENS // context
-                    return own_words(model, count, context, seed=seed, random_starts=count // 2)
+                    return own_words(model, count, context, seed=seed, files=self.files)
             except Exception as error:
                 why = _shown(error)
             logger.warning("hf_vq: random tokens are read, not the model's own words: %s", why)

@@ -6,7 +6,7 @@ import hashlib
 import lzma
 import math
 from collections.abc import Sequence
-from itertools import islice, zip_longest
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,10 @@ CONTEXT = 2048
 SEQUENCES, _SHORTEST = 64, 64
 _WRITTEN_AT_ONCE = 1 << 15  # tokens of a batch of generated sequences
 _BLOCK = 512  # tokens whose chances are added first
-_SHIPPED = Path(__file__).parent / "data" / "default.txt.xz"  # made by scripts/
+_DATA = Path(__file__).parent / "data"
+_SHIPPED = _DATA / "default.txt.xz"  # made by scripts/
+_BEGINNINGS = _DATA / "beginnings.txt"  # one a line
+_LINE_ENDS = ("\n\n", "\n", " \n")
 _DOCUMENTS = 1 << 16  # most documents of a data set that are read
 
 
@@ -216,17 +219,82 @@ def _too_short(have: int, need: int) -> VQCalibrationError:
     )
 
 
-def own_words(model: Any, *sizes: int, **options: Any) -> Tensor:
-    """Sample as `sample_text` does, with a progress bar, and on a CPU in the faster dtype."""
+def own_words(
+    model: Any, count: int, context: int, *, seed: int = 0, files: Sequence[str] = ()
+) -> Tensor:
+    """Token ids [count, context] that the model writes, with a progress bar, and on a CPU in the
+    faster dtype.
+
+    From its first token alone, a small model repeats itself, or writes of few things; codes then
+    fit what inputs of other texts do not share. So sequences begin with `beginnings`, a quarter of
+    them behind a line end and a quarter behind a random token, since which inputs of a first token
+    are huge, and so what attention ignores, can depend on it (Qwen2.5's do). Without a tokenizer
+    that fits, half begin with the model's first token and half with a random one.
+
+    Args:
+        files: files of the weights; the tokenizer is in the same folder.
+
+    Raises:
+        VQCalibrationError: the model has no token that begins a text, or its logits are not
+            finite.
+    """
+    given = _given(model, count, context, seed, files)
+    options: dict[str, Any] = {"seed": seed, "progress": True, "given": given}
     converted = False
     try:
         with in_float32(model) as converted:
-            return sample_text(model, *sizes, progress=True, **options)
+            return sample_text(model, count, context, **options)
     except Exception as error:  # the model's code may name a dtype, or memory may end
         if not converted:
             raise
         logger.info("hf_vq: %s The text is written in the model's dtype instead.", error)
-        return sample_text(model, *sizes, progress=True, **options)
+        return sample_text(model, count, context, **options)
+
+
+def beginnings() -> list[str]:
+    """The first words of prose, code and texts in several languages."""
+    lines = _BEGINNINGS.read_text(encoding="utf-8").splitlines()
+    return [line.replace("\\n", "\n") for line in lines]
+
+
+def _given(model: Any, count: int, context: int, seed: int, files: Sequence[str]) -> Tensor:
+    """Tokens of `own_words` [count, context] before the model writes, with -1 where it does."""
+    generator, given = torch.Generator().manual_seed(seed), torch.full((count, context), -1)
+    size = model.get_input_embeddings().num_embeddings
+    drawn = torch.randint(size, (count,), generator=generator)
+    known = _tokenized(model, files, size)
+    if known is None:
+        given[:, 0] = first_token(model)
+        given[count // 2 :, 0] = drawn[count // 2 :]
+        return given
+    start, line_ends, texts = known
+    for row, index in zip(given, torch.randperm(count, generator=generator).tolist(), strict=True):
+        first = ([], line_ends[index // 4 % len(line_ends)], [], [int(drawn[index])])[index % 4]
+        ids = [*start, *first, *texts[index % len(texts)]][: len(row)]
+        row[: len(ids)] = torch.tensor(ids)
+    return given
+
+
+def _tokenized(
+    model: Any, files: Sequence[str], size: int
+) -> tuple[list[int], list[list[int]], list[list[int]]] | None:
+    """Token ids that the tokenizer begins texts with, _LINE_ENDS, and `beginnings`; None without a
+    tokenizer that tells these apart by tokens below `size`."""
+    if not model.config.name_or_path:
+        return None
+    try:
+        tokenizer = tokenizer_of(model, files, trust_remote_code=False)
+        start = starting_tokens(tokenizer)
+        ids: list[list[int]] = tokenizer(
+            [*_LINE_ENDS, *beginnings()], add_special_tokens=False, verbose=False
+        ).input_ids
+    except Exception as error:  # it may need a package, or be none of texts
+        logger.info("hf_vq: the model gets no beginnings of texts: %s", error)
+        return None
+    line_ends, texts = ids[: len(_LINE_ENDS)], ids[len(_LINE_ENDS) :]
+    if len({tuple(one) for one in texts}) < len(texts) or max(chain(start, *ids)) >= size:
+        return None
+    return start, [one for one in line_ends if one] or [[]], texts
 
 
 def sample_text(
@@ -236,48 +304,48 @@ def sample_text(
     *,
     seed: int = 0,
     progress: bool = False,
-    random_starts: int = 0,
+    given: Tensor | None = None,
 ) -> Tensor:
     """Sample token ids [count, length] from the model, from its first token on.
 
     Args:
-        random_starts: sequences, the last ones, that begin with a random token instead.
+        given: token ids [count, length] that stand in the text, and -1 where the model writes, as
+            nowhere in the first column; None = `first_token`.
 
     Raises:
         VQCalibrationError: the model has no token that begins a text, or its logits are not
             finite.
     """
-    config = model.config.get_text_config(decoder=True)
-    first = next(
-        (
-            token
-            for source in (getattr(model, "generation_config", None), config)
-            for name in ("bos_token_id", "eos_token_id")
-            for token in _as_list(getattr(source, name, None))
-        ),
-        None,
-    )
-    if first is None:
-        raise VQCalibrationError("the model has no first token to write text from; give it a text.")
+    if given is None:
+        given = torch.full((count, length), -1)
+        given[:, 0] = first_token(model)
     generator = torch.Generator().manual_seed(seed)
-    starts = torch.full((count, 1), first)
-    if random_starts:
-        size = model.get_input_embeddings().num_embeddings
-        starts[-random_starts:] = torch.randint(size, (random_starts, 1), generator=generator)
     at_once = max(1, _WRITTEN_AT_ONCE // length)  # a cache of keys and values for each
-    written = [_written(model, some, length, generator, progress) for some in starts.split(at_once)]
-    return torch.cat(written)
+    return torch.cat([_written(model, some, generator, progress) for some in given.split(at_once)])
 
 
-def _written(
-    model: Any, starts: Tensor, length: int, generator: torch.Generator, progress: bool
-) -> Tensor:
+def first_token(model: Any) -> int:
+    """The token that begins a text of the model.
+
+    Raises:
+        VQCalibrationError: there is none.
+    """
+    config = model.config.get_text_config(decoder=True)
+    for source in (getattr(model, "generation_config", None), config):
+        for name in ("bos_token_id", "eos_token_id"):
+            for token in _as_list(getattr(source, name, None)):
+                return token
+    raise VQCalibrationError("the model has no first token to write text from; give it a text.")
+
+
+def _written(model: Any, given: Tensor, generator: torch.Generator, progress: bool) -> Tensor:
     cache, place = DynamicCache(config=model.config), place_of(model)
-    written = [starts]
-    for _ in bar(range(length - 1), "writing text", progress):
-        token = written[-1].to(place)
+    written = list(given.split(1, 1))
+    for index in bar(range(1, len(written)), "writing text", progress):
+        token = written[index - 1].to(place)
         logits = model(token, **{cache_argument(model): cache}, use_cache=True).logits[:, -1]
-        written.append(sample_tokens(logits, generator))
+        chosen, wanted = sample_tokens(logits, generator), written[index]
+        written[index] = torch.where(wanted < 0, chosen, wanted)
     return torch.cat(written, 1)
 
 
@@ -323,13 +391,20 @@ def _as_list(token: Any) -> list[int]:
     return [token] if isinstance(token, int) else list(token or [])
 
 
-def tokenizer_of(model: Any, files: Sequence[str]) -> Any:
-    """Load the tokenizer from the revision and folder of the weights, or the folder above."""
+def tokenizer_of(model: Any, files: Sequence[str], **options: Any) -> Any:
+    """Load the tokenizer from the revision and folder of the weights, or the folder above.
+
+    Args:
+        options: more arguments of `AutoTokenizer.from_pretrained`.
+
+    Raises:
+        VQCalibrationError: there is none.
+    """
     from transformers import AutoTokenizer  # imports much
 
     source = model.config.name_or_path
     commit = getattr(model.config, "_commit_hash", None)
-    options = {} if commit is None else {"revision": commit}
+    options |= {} if commit is None else {"revision": commit}
     inner = subfolder(source, files)
     for folder in dict.fromkeys([inner, ""]):
         try:

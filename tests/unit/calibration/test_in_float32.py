@@ -8,8 +8,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_vq
 from hf_vq import VQConfig
-from hf_vq.calibration import blocks, text
+from hf_vq.calibration import blocks
 from hf_vq.calibration.blocks import in_float32
+from hf_vq.calibration.text import own_words
 
 SIZES = {
     "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -74,7 +75,7 @@ def test_an_error_of_a_model_that_was_left_alone_is_raised_at_once(model, monkey
 
     monkeypatch.setattr(model, "forward", failing)
     with pytest.raises(RuntimeError, match="no"):
-        text.own_words(model, 2, 4, seed=1)
+        own_words(model, 2, 4, seed=1)
     assert len(calls) == 1
 
 
@@ -90,5 +91,5 @@ def test_a_model_that_needs_its_dtype_writes_in_it(model, monkeypatch):
 
     monkeypatch.setattr(model, "forward", picky)
     with torch.no_grad():
-        assert text.own_words(model, 2, 4, seed=1).shape == (2, 4)
+        assert own_words(model, 2, 4, seed=1).shape == (2, 4)
     assert seen[0] == torch.float32 and set(seen[1:]) == {model.dtype}
