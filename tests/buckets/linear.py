@@ -191,17 +191,24 @@ class LinearCase:
 def check_int8(
     y: Tensor, x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None, scheme: VQScheme
 ) -> None:
-    """y is rounded once. Sums are exact, but a number that is nearly half an integer may become the
-    other one: x is rotated in float32, and entries of several stages are added in float16."""
+    """y is rounded once, and sums are exact. But a number that is nearly half an integer may become
+    the other one, which is off by 1 where rounding is off by 12^-1/2: where a share p of numbers
+    does, the error is (12 p)^1/2 times that of rounding.
+
+    x is rotated in float32: of numbers up to 127 with an error of some 2^-21 p is 10^-4. Stages
+    are added in float16; where `int8_weight` does it otherwise, p is .003.
+    """
     exact, rounding = int8_products(x, tensors, bias, scheme)
     assert y.shape == exact.shape and y.dtype == x.dtype
     bad = int((~y.isfinite()).sum())
     assert not bad, f"{bad} of {y.numel()} numbers are not finite"
-    others = (0.2 if scheme.streams > 1 else 0.03) * rounding.norm()
+    alike = scheme.streams == 1 or (scheme.streams == 2 and not scheme.lattice)
+    share = (12 * (1e-4 if alike else 3e-3)) ** 0.5
     error, once = y.double() - exact, exact.to(y.dtype).double() - exact
-    allowed = 1.1 * once.norm() + others
+    allowed = 1.1 * once.norm() + share * rounding.norm()
     assert error.norm() <= allowed, f"{error.norm()} > {allowed}"
-    largest = 2 * once.abs().max() + (2 if scheme.streams > 1 else 0.5) * rounding.abs().max()
+    # A product in which several do at once is off by a part of the largest error of rounding.
+    largest = 2 * once.abs().max() + (0.5 if alike else 1) * rounding.abs().max()
     assert error.abs().max() <= largest, f"a number is off by {error.abs().max()}"
 
 
