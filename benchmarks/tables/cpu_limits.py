@@ -63,7 +63,7 @@ def _steps(rows: Rows) -> Iterator[Figure]:
 def _appends(rows: Rows) -> Iterator[Figure]:
     copied = pick(rows, what="append keys", name="dense fp32")
     for name, codes in (
-        ("nomad-4", "d_sub 1"), ("nomad-u4", "d_sub 1, one codebook"), ("u4", "256 entries"),
+        ("nomad-u4", "d_sub 1, one codebook"), ("u4", "256 entries"),
     ):  # fmt: skip
         yield Figure(
             f"appending a key vector, `{name}` ({codes})",

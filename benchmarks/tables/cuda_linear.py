@@ -10,6 +10,7 @@ from hf_vq.evaluation.text_tables import markdown_table
 from .ranges import ratios, span
 
 _Rows = Sequence[dict[str, Any]]
+_INT8, _BESIDE = ", int8", "vq-4"
 
 
 def speedups(rows: _Rows) -> str:
@@ -29,6 +30,13 @@ def speedups(rows: _Rows) -> str:
         label = {"bf16": "bf16, us", "int4 tinygemm": "int4 tinygemm"}.get(name, f"`{name}`")
         cells.append([label, *line])
     return markdown_table(["tokens", *map(str, tokens)], cells)
+
+
+def int8(rows: _Rows) -> str:
+    """The same with 8-bit inputs, beside one scheme with 16 bits."""
+    plain = {row["name"].removesuffix(_INT8) for row in rows if row["name"].endswith(_INT8)}
+    shown = [row for row in rows if row["name"] not in plain - {_BESIDE}]
+    return speedups(shown)
 
 
 def _case(row: dict[str, Any]) -> tuple[int, int, int]:

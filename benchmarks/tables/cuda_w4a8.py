@@ -1,20 +1,14 @@
-"""Tables of the suite `cuda-w4a8`, from its record."""
+"""Table of the suite `cuda-w4a8`, from its record."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 from hf_vq.evaluation.text_tables import markdown_table
 
-from .cuda import count
-from .limits import Figure, Rows, limits_table, pick
+from .limits import Rows, pick
 from .ranges import ratios, span
 
 WHOLE, GROUPED = "qoq-w4a8", "qoq-w4a8-g128"
 _PEERS = ("bf16", "int8 x int8")
-_TOKENS = (1, 64, 128, 256, 1024, 4096)
-_SHAPES = ((6144, 4096), (14336, 4096))  # out_features, in_features
 _LAYER = ("name", "out_features", "in_features")
 
 
@@ -50,32 +44,3 @@ def _whole_rows(rows: Rows, grouped: Rows) -> str:
         f"token takes {1 / max(reading):.2f} to {1 / min(reading):.2f} times as long as reading "
         "the codes."
     )
-
-
-def limits(rows: Rows) -> str:
-    """Speedup over bfloat16 of layers with groups, shapes of a Llama-3-8B, with the roofline."""
-    return limits_table(_against_dense(rows))
-
-
-def _against_dense(rows: Rows) -> Iterator[Figure]:
-    for tokens in _TOKENS:
-        found = [
-            row
-            for shape in _SHAPES
-            for row in pick(rows, name=GROUPED, tokens=tokens, out_features=shape[0],
-                            in_features=shape[1])
-        ]  # fmt: skip
-        faster = tuple(row["speedup"]["bf16"] for row in found)
-        single = [pick(rows, **{key: row[key] for key in _LAYER}, tokens=1) for row in found]
-        known = [_ceiling(row, *one[:1]) for row, one in zip(found, single, strict=True)]
-        yield Figure(count(tokens), faster, tuple(ceiling for ceiling in known if ceiling))
-
-
-def _ceiling(row: dict[str, Any], one: dict[str, Any] | None = None) -> float:
-    """Upper bound of the speedup: quantizing the input, then the longer of reading codes and tensor
-    cores at their full rate. `one`: the same layer for one token. 0 = not known."""
-    if "tensor_us" not in row:
-        return float(row["speedup"]["bf16"] / row["of_reading"]) if "of_reading" in row else 0.0
-    reading = one["us"] * one["of_reading"] if one else 0.0
-    least = row["rounding_us"] + max(reading, row["tensor_us"])
-    return float(row["speedup"]["bf16"] * row["us"] / least)

@@ -50,6 +50,7 @@ _BLOCK = re.compile(
 )
 HEAD_DIM = 128  # at which the bits of KV schemes are stated
 _IN_RECORD = ("turboquant-4", "turboquant-3", "turboquant-2", "gptvq-2-int7", "vq-4 + KV u4")
+_ON_REAL_MODELS = ("`vq-4`", "`vq-3`", "`vq-2`", "NF4 g64")  # in docs/weights.md
 
 
 def update(text: str) -> str:
@@ -117,7 +118,11 @@ def weights_table(suite: str = "quality-weights", seconds: bool = False) -> str:
             f"Not measured: `python -m benchmarks {suite} MODEL_DIR --text TEXT --calibration T`."
         )
     record = _record(suite)
-    found = [row for row in record["results"]["rows"] if row["name"] not in _IN_RECORD]
+    found = [
+        row
+        for row in record["results"]["rows"]
+        if row["name"] not in _IN_RECORD and _label(row) not in _ON_REAL_MODELS
+    ]
     head = ["weights", "bits", "KL divergence", "perplexity, %", *["seconds"] * seconds]
     rows = [
         [
@@ -134,7 +139,7 @@ def weights_table(suite: str = "quality-weights", seconds: bool = False) -> str:
 
 
 def qoq_table() -> str:
-    """Quality of QoQ, and the gain of each of its transforms."""
+    """Quality of QoQ, and the gain of its transforms."""
     if read_record("quality-qoq") is None:
         return (
             "Not measured: `python -m benchmarks quality-qoq MODEL_DIR --text TEXT "
@@ -151,6 +156,7 @@ def qoq_table() -> str:
             f"{row['change']:+.2f}",
         ]
         for row in record["results"]["rows"]
+        if not row["name"].endswith(" alone")
     ]
     errors = standard_errors(record["results"]["rows"])
     return f"{markdown_table(head, rows)}\n\n{errors} {source(record)}"
@@ -337,7 +343,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "results:quality-kv-learned": learned_kv_table,
     "results:quality-models-weights": partial(models_table, models.weights),
     "results:quality-models-embeddings": partial(models_table, models.embeddings),
-    "results:quality-int8": partial(models_table, models.int8, "quality-int8"),
+    "results:quality-models-int8": partial(models_table, models.int8),
     "results:quality-models-kv": partial(models_table, models.caches),
     "results:finetune": partial(models_table, fine_tuning.training, "finetune", "--data"),
     "results:finetune-merge": partial(models_table, fine_tuning.merging, "finetune", "--data"),
@@ -352,14 +358,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "results:cpu-calibrate": partial(_timed_table, "cpu-calibrate", cpu.calibrate),
     "results:cpu-limits": lambda: cpu_limits.table(_records(cpu_limits.SUITES)),
     "results:cuda-limits": lambda: cuda_limits.linear_table(_records(cuda_limits.LINEAR_SUITES)),
-    "results:cuda-limits-whole": lambda: cuda_limits.whole_table(
-        _records(cuda_limits.LINEAR_SUITES)
-    ),
     "results:quality-passes": passes_table,
     "results:cuda-passes": lambda: _timed_table("cuda-passes", passes.kernels),
     "results:cuda-offload": lambda: _timed_table("cuda-offload", passes.offload),
     "results:cuda-linear": partial(_timed_table, "cuda-linear", cuda_linear.speedups),
-    "results:cuda-int8": partial(_timed_table, "cuda-int8", cuda_linear.speedups),
+    "results:cuda-int8": partial(_timed_table, "cuda-int8", cuda_linear.int8),
     "results:cuda-mechanisms": partial(_timed_table, "cuda-linear", cuda_linear.mechanisms),
     "results:cuda-peers": lambda: _timed_table("cuda-peers", cuda.peers),
     "results:cuda-paper-mechanisms": lambda: _timed_table("cuda-mechanisms", cuda.rungs),
@@ -368,7 +371,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "results:cuda-calibrate": lambda: _timed_table("cuda-calibrate", cuda.calibrate),
     "results:cuda-crossover": lambda: _timed_table("cuda-crossover", cuda.crossover),
     "results:cuda-w4a8": partial(_timed_table, "cuda-w4a8", cuda_w4a8.table),
-    "results:cuda-w4a8-limits": partial(_timed_table, "cuda-w4a8", cuda_w4a8.limits),
     "results:cuda-w4a8-block": partial(_timed_table, "cuda-w4a8-block", cuda_w4a8_block.table),
     "results:serve": partial(_timed_table, "serve", serve.table),
     "results:serve-vllm": partial(_timed_table, "serve-vllm", vllm_engine.table),

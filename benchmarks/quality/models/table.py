@@ -95,6 +95,7 @@ def _table(records: _Records, what: str, bits: str, read: str) -> str:
             row["name"]: row
             for row in record["results"]["rows"]
             if row["what"] == what and row.get("on", "text") == "text" and "failed" not in row
+            if not row["name"].endswith(_INT8)
         }
         for record in records
     ]
