@@ -1,4 +1,4 @@
-"""What `VQConfig(activations_bits=8)` does to a model, by the kernel's formula on any device."""
+"""Simulate `VQConfig(activations_bits=8)` on any device, by the kernel's formula."""
 
 from __future__ import annotations
 

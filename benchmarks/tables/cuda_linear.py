@@ -33,7 +33,7 @@ def speedups(rows: _Rows) -> str:
 
 
 def int8(rows: _Rows) -> str:
-    """The same with 8-bit inputs, beside one scheme with 16 bits."""
+    """The same with 8-bit inputs, and one scheme with 16 bits."""
     plain = {row["name"].removesuffix(_INT8) for row in rows if row["name"].endswith(_INT8)}
     shown = [row for row in rows if row["name"] not in plain - {_BESIDE}]
     return speedups(shown)

@@ -11,11 +11,11 @@ import functools
 import torch
 from torch import Tensor
 
+from ...codegen.encode_plan import EncodePlan, RoundPlan, SearchPlan
 from ...codegen.families.encode import encode_plan, round_plan
 from ...codegen.jit.device import device_arch
 from ...codegen.jit.kernel_store import default_store
 from ...codegen.jit.launch import LoadedKernel
-from ...codegen.plan import EncodePlan, RoundPlan, SearchPlan
 from ...dispatch import Implementation
 from ...errors import VQFormatError
 from ...formats.packing import packed_size

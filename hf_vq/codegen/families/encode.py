@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from ...formats.scheme import VQScheme
+from ..encode_plan import EncodePlan, RoundPlan
 from ..jit.device import Arch
-from ..plan import EncodePlan, RoundPlan, Scope
+from ..plan import Scope
 
 VECTOR_SIZES = (1, 2, 4, 8, 16)
 _THREADS = 256

@@ -234,5 +234,8 @@ def test_bits_of_activations_are_not_stored():
             VQConfig(activations_bits=wrong)
     spec = WEIGHT_SCHEMES["vq-4"].with_activations(8).spec()
     for stored in ({"scheme": spec}, {"layers": {"down_proj": spec}}):
-        with pytest.raises(VQConfigError, match="give activations_bits=8"):
+        with pytest.raises(
+            VQConfigError,
+            match="hadamard128, and activations_bits=8",
+        ):
             VQConfig(**stored)
