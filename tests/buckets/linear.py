@@ -332,13 +332,12 @@ def _alone(arch: Arch, family: str) -> Iterator[LinearCase]:
             tokens = (smallest, largest)[number // 2 % 2]
             dtype = ("float16", "bfloat16")[number % 2]
             yield LinearCase(name, tokens, rows, columns, dtype, bool(number // 3 % 2))
-        int8 = scheme.with_activations(8)
-        for way, (smallest, largest) in _buckets(int8, columns, arch).items():
-            if way[0] == "int8":  # type: ignore[index]
-                number += 1
-                tokens = (smallest, largest)[number // 2 % 2]
-                dtype = ("float16", "bfloat16")[number % 2]
-                yield LinearCase(int8.spec(), tokens, rows, columns, dtype, bool(number // 3 % 2))
+        for smallest, largest in _int8_buckets(scheme, columns, arch):
+            number += 1
+            tokens = (smallest, largest)[number // 2 % 2]
+            dtype = ("float16", "bfloat16")[number % 2]
+            int8, bias = scheme.with_activations(8).spec(), bool(number // 3 % 2)
+            yield LinearCase(int8, tokens, rows, columns, dtype, bias)
         if not scheme.two_passes:  # those of float32 run as two products
             yield LinearCase(name, 3, rows, columns, "float32", bool(number % 2))
 
@@ -365,6 +364,15 @@ def runs(scheme: VQScheme, columns: int) -> str | None:
     if scheme.stages == "nested":
         return choose_dense.restorable(scheme, columns, Dtype.FLOAT16)
     return choose.decodable(scheme) or choose.rotatable(scheme, columns)
+
+
+def _int8_buckets(scheme: VQScheme, columns: int, arch: Arch) -> Iterator[tuple[int, int]]:
+    """The smallest and the largest number of tokens of every bucket of int8 inputs."""
+    if choose_wide.wide(scheme, columns, arch, 8) is None:
+        tokens = range(choose_wide.FEWEST_INT8_TOKENS, LONGEST + 1)
+        for _, alike in itertools.groupby(tokens, choose_wide.token_bucket):
+            first, *others = alike
+            yield first, others[-1] if others else first
 
 
 @functools.cache
