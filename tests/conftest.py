@@ -183,7 +183,8 @@ def quantized(
                 model = AutoModelForCausalLM.from_pretrained(
                     dense(name), quantization_config=VQConfig(scheme, activations=None)
                 )
-            folder = tmp_path_factory.mktemp(f"{name}-{scheme}") / "model"
+            label = scheme if isinstance(scheme, str) else scheme.spec()
+            folder = tmp_path_factory.mktemp(f"{name}-{label}") / "model"
             model.save_pretrained(folder)
             folders[name, scheme] = folder
         return folders[name, scheme]

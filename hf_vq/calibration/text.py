@@ -412,10 +412,13 @@ def tokenizer_of(model: Any, files: Sequence[str], **options: Any) -> Any:
         except (OSError, ValueError) as error:
             problem = error
     what = next(iter(str(problem).splitlines()), type(problem).__name__)
-    raise VQCalibrationError(
-        f"calibration needs the tokenizer of {source}: {what}. Save one in the model's folder, "
-        f"or calibrate on text that the model generates: text={OWN_WORDS!r}."
-    ) from problem
+    try:
+        raise VQCalibrationError(
+            f"calibration needs the tokenizer of {source}: {what}. Save one in the model's folder, "
+            f"or calibrate on text that the model generates: text={OWN_WORDS!r}."
+        ) from problem
+    finally:
+        del problem  # whose traceback has this frame, and so the model
 
 
 def subfolder(source: str, files: Sequence[str]) -> str:

@@ -10,7 +10,7 @@ import pytest
 
 from hf_vq import paths
 from hf_vq.codegen.jit.device import named_arch
-from hf_vq.formats.catalog import WEIGHT_SCHEMES
+from hf_vq.formats.catalog import WEIGHT_SCHEMES, weight_scheme
 from tests.buckets import w4a8
 from tests.buckets.linear import LinearCase, runs
 from tests.fixtures.codegen.kernel_templates import constants, expanded
@@ -20,6 +20,7 @@ ATTENTION = "kv/attention/attention"
 LINEAR, TILES, WIDE, W4A8 = (
     "linear/linear", "linear/linear_tile_codebook", "linear/linear_wgmma", "w4a8/w4a8_wgmma",
 )  # fmt: skip
+INT8 = WEIGHT_SCHEMES["vq-4"].with_activations(8).spec()
 WIDTH = 16  # bytes of a barrier, or of two
 
 
@@ -74,10 +75,10 @@ def weights(kernel):
     """Plans of a kernel of coded weights."""
     found = {
         LinearCase(name, tokens, rows, columns, "float16", False).plan(HOPPER)
-        for name in ("vq-2", "vq-4", "gptvq-2", "turboquant-1", "quip-sharp-2", "aqlm-3")
+        for name in ("vq-2", "vq-4", "gptvq-2", "turboquant-1", "quip-sharp-2", "aqlm-3", INT8)
         for rows, columns in ((300, 2048), (4096, 4096), (14336, 4096), (4096, 14336))
         for tokens in (1, 2, 8, 16, 64, 512, 2048)
-        if runs(WEIGHT_SCHEMES[name], columns) is None
+        if runs(weight_scheme(name), columns) is None
     }
     return [plan for plan in found if plan.template == kernel]
 
@@ -120,7 +121,10 @@ def test_barriers_of_products_lie_behind_what_is_written_before(kernel):
             assert begin + WIDTH * plan.x_stages <= at.sums_barrier
         for one, size in parts:
             assert one + size <= begin, f"{plan}: {one} + {size} > {begin}"
-        if kernel == W4A8:
+        if kernel == WIDE:
+            behind = at.factors + plan.warpgroups * at.factors_of_warpgroup
+            assert at.factors >= end and behind == origin + plan.shared_bytes, plan
+        elif kernel == W4A8:
             assert at.of_groups >= end and origin + plan.shared_bytes > at.of_groups, plan
         else:
             assert end == origin + plan.shared_bytes, f"{plan}: something lies behind {end}"

@@ -6,16 +6,15 @@ import re
 import pytest
 
 from hf_vq import paths
+from hf_vq.codegen.encode_plan import EncodePlan, RoundPlan
 from hf_vq.codegen.families.dequantize import rotate_plan
 from hf_vq.codegen.kv_plan import DecodeKVPlan
 from hf_vq.codegen.plan import (
     DecodePlan,
     Diagonal,
     Dtype,
-    EncodePlan,
     LinearPlan,
     RotatePlan,
-    RoundPlan,
     Scope,
     SearchPlan,
     render,
