@@ -6,8 +6,11 @@ import re
 import pytest
 
 from hf_vq import paths
-from hf_vq.codegen.encode_plan import EncodePlan, RoundPlan
+from hf_vq.codegen.encode_plan import EncodePlan, RoundPlan, SearchPlan
 from hf_vq.codegen.families.dequantize import rotate_plan
+from hf_vq.codegen.families.linear import LinearProblem
+from hf_vq.codegen.families.linear_wgmma import rotate_int8_plan
+from hf_vq.codegen.jit.device import named_arch
 from hf_vq.codegen.kv_plan import DecodeKVPlan
 from hf_vq.codegen.plan import (
     DecodePlan,
@@ -16,9 +19,9 @@ from hf_vq.codegen.plan import (
     LinearPlan,
     RotatePlan,
     Scope,
-    SearchPlan,
     render,
 )
+from hf_vq.formats import weight_scheme
 from tests.fixtures.codegen.kernel_templates import argument_fields, enumeration, plan_fields
 
 PLAN = DecodePlan(
@@ -46,6 +49,9 @@ DECODE_KV = DecodeKVPlan(
     slice=64, tokens=1024, pipeline_depth=4, learned=True, scaled=False, zero=False,
 )  # fmt: skip
 ROTATE = rotate_plan(Dtype.FLOAT32, Dtype.FLOAT16, 64, Diagonal.SIGNS, False)
+ROTATE_INT8 = rotate_int8_plan(
+    LinearProblem(weight_scheme("vq-4"), 128, 4096, 4096, Dtype.BFLOAT16, named_arch("sm_90a"), 8)
+)
 
 
 def source(name):
@@ -62,7 +68,7 @@ def test_every_field_is_rendered_once_under_its_own_name():
     assert names == [field.name for field in dataclasses.fields(PLAN)]
 
 
-@pytest.mark.parametrize("plan", [PLAN, LINEAR, ENCODE, ROUND, DECODE_KV, ROTATE])
+@pytest.mark.parametrize("plan", [PLAN, LINEAR, ENCODE, ROUND, DECODE_KV, ROTATE, ROTATE_INT8])
 def test_a_template_reads_every_field_and_no_other(plan):
     text = source(f"{plan.template}.cu")
     if isinstance(plan, DecodePlan):
@@ -83,13 +89,14 @@ def test_enumerations_have_the_same_names_in_the_source(kind):
 def test_arguments_are_those_of_the_source():
     from hf_vq.backends.cuda.encode import EncodeArguments, RoundArguments
     from hf_vq.backends.cuda.kv.prefill import DecodeKVArguments
-    from hf_vq.backends.cuda.linear.arguments import LinearArguments
+    from hf_vq.backends.cuda.linear.arguments import LinearArguments, RotateInt8Arguments
     from hf_vq.backends.cuda.linear.dequantize import DecodeArguments, RotateArguments
 
     for arguments, file in (
         (DecodeArguments, "linear/dequantize.cu"), (RotateArguments, "linear/rotate.cu"),
         (LinearArguments, "linear/linear.cu"), (EncodeArguments, "encode/encode.cu"),
         (RoundArguments, "encode/round_rows.cu"), (DecodeKVArguments, "kv/dequantize_kv.cu"),
+        (RotateInt8Arguments, "linear/rotate_int8.cu"),
     ):  # fmt: skip
         found = [(name, getattr(arguments, name).size) for name, _ in arguments._fields_]
         assert found == argument_fields(source(file))
