@@ -42,7 +42,8 @@ def plan_for(scheme, rows=4096, columns=4096, out=Dtype.FLOAT16, arch="sm_90a"):
 def checked(plan, arch):
     image, found = compiler.compile_plan(plan, arch)
     assert image.startswith(b"\x7fELF")
-    assert (found.stack, found.spilled, found.shared) == (0, 0, 0), plan
+    shared = 4 * 32 if plan.kernel == "rotate_int8" else 0  # a word for each warp
+    assert (found.stack, found.spilled, found.shared) == (0, 0, shared), plan
     assert 0 < found.registers * plan.threads * plan.blocks_per_sm <= 65536
 
 
@@ -134,7 +135,8 @@ def test_scaled_schemes_compile(arch):
         if getattr(plan, "scaled", False) or getattr(plan, "diagonal", None) is Diagonal.HALVES:
             checked(plan, arch)
             kernels.add(plan.kernel)
-    assert kernels == {"linear", "dequantize_rotated", "rotate"}
+    hopper = {"rotate_int8"} if arch == "sm_90a" else set()
+    assert kernels == {"linear", "dequantize_rotated", "rotate"} | hopper
 
 
 @pytest.mark.parametrize("dtype", [Dtype.FLOAT16, Dtype.BFLOAT16])
