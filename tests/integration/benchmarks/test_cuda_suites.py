@@ -10,6 +10,7 @@ from benchmarks.cpu import calibrate as cpu_calibrate
 from benchmarks.cuda import calibrate as cuda_calibrate
 from benchmarks.cuda import crossover as cuda_crossover
 from benchmarks.cuda import generate as cuda_generate
+from benchmarks.cuda import int8 as cuda_int8
 from benchmarks.cuda import linear as cuda_linear
 from benchmarks.cuda import peers as cuda_peers
 from benchmarks.cuda import quantize as cuda_quantize
@@ -41,6 +42,7 @@ def test_without_a_gpu_it_says_so():
         cuda_quantize,
         cuda_calibrate,
         cuda_crossover,
+        cuda_int8,
         cuda_w4a8,
         cuda_w4a8_block,
     ):
