@@ -20,7 +20,7 @@ from ..ops.library import attention_problem
 from ..ops.reference.codes import mean_of
 from ..ops.rotary_mean import measure_means, pairs_interleave, rotated
 from .kv_side import SideBuffers
-from .rotary import inverse_frequencies, least_strength
+from .rotary import inverse_frequencies, least_strength, turning_together
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,8 @@ class Rotary:
         """`measure_means` of keys [B, H, n, D] from position `first`; rows below `least_strength`
         stand."""
         positions = torch.arange(first, first + keys.shape[2], device=keys.device)
-        least = least_strength(keys.device)
-        return measure_means(keys, positions, self.inv_freq, self.interleaved, least)
+        least, together = least_strength(keys.device), turning_together(keys.device)
+        return measure_means(keys, positions, self.inv_freq, self.interleaved, least, together)
 
 
 def rotary_of(

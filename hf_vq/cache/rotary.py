@@ -19,6 +19,8 @@ LEAST = {"cpu": 0.0, "cuda": 48.0}
 """By type of device, see `least_strength`. Some layers of Qwen2.5-Coder (0.5B, 1.5B) have 60 to
 10,000. All of SmolLM2-135M and Gemma-3-270M stay below 20 on prose, and SmolLM2's below 40 on
 tables of numbers, too."""
+TOGETHER = {"cuda": 16}
+"""By type of device: pairs of a head whose turning takes as long as that of one."""
 _NOT_LIKE_THAT = (ArithmeticError, AttributeError, KeyError, TypeError, ValueError)
 
 
@@ -31,6 +33,11 @@ def least_strength(device: torch.device) -> float:
     everywhere.
     """
     return LEAST.get(device.type, math.inf)
+
+
+def turning_together(device: torch.device) -> int:
+    """How many pairs of channels attention turns at once (`ops.rotary_mean.KeyMoments.means`)."""
+    return TOGETHER.get(device.type, 1)
 
 
 def inverse_frequencies(

@@ -1,4 +1,4 @@
-"""`VQConfig(activations=...)`: quantize with what two thousand tokens say about the inputs.
+"""`VQConfig(activations=...)`: quantize with what a few thousand tokens say about the inputs.
 
     for every block:   its inputs -> H = mean of x x^T in wide blocks of inputs -> codes
                        its outputs with these codes -> the inputs of the next block
@@ -56,7 +56,7 @@ from .text import (
 
 logger = logging.get_logger("hf_vq")
 
-TOKENS = 2048
+TOKENS, MOST_TOKENS = 2048, 4096  # at least; and for layers with so many inputs
 _CONTEXT = 64  # of own words and random tokens: first tokens are special
 _CONTEXT_OF_TEXT = 256
 _ROOM = 1.15  # for activations and codes, in units of the dense model
@@ -98,6 +98,7 @@ class ActivationPass:
         kind: name of its facts in config.json.
         schemes: of the layers that this pass encodes, by name.
         names: of these layers.
+        tokens: that are read: as many as the widest layer has inputs, within limits.
         is_automatic: nobody asked for it, so whatever fails must leave data-free codes.
         failed: why layers are encoded without data from here on; "" while they are not.
         can_write: False if the weights of the model's head were not in the checkpoint.
@@ -125,7 +126,7 @@ class ActivationPass:
         if self.given == RANDOM:
             self.facts = {"text": RANDOM}
         elif isinstance(self.given, str):
-            self.text, self.facts = find_text(self.given, TOKENS * _CHARACTERS)
+            self.text, self.facts = find_text(self.given, MOST_TOKENS * _CHARACTERS)
         try:
             self.prefix = find_blocks(model, usable)
         except VQCalibrationError:
@@ -143,6 +144,8 @@ class ActivationPass:
                 self.schemes[name] = usable[name]
                 self.targets |= {target.name: target for target in found}
         self.names = set(self.schemes)
+        widest = max((target.shape[1] for target in self.targets.values()), default=0)
+        self.tokens = min(max(TOKENS, widest // _AT_ONCE * _AT_ONCE), MOST_TOKENS)
 
     @staticmethod
     def obstacle(
@@ -431,7 +434,7 @@ class ActivationPass:
             why = self._writes_nothing(model)
             try:
                 if why is None:
-                    count = TOKENS // context
+                    count = self.tokens // context
                     return own_words(model, count, context, seed=seed, files=self.files)
             except Exception as error:
                 why = _shown(error)
@@ -440,9 +443,9 @@ class ActivationPass:
         if self.facts["text"] == RANDOM:
             size = model.get_input_embeddings().num_embeddings
             generator = torch.Generator().manual_seed(seed)
-            return torch.randint(size, (TOKENS // context, context), generator=generator)
+            return torch.randint(size, (self.tokens // context, context), generator=generator)
         tokenizer = tokenizer_of(model, self.files)
-        return sequences_of(model, self.text, tokenizer, TOKENS, context, seed, progress=True)
+        return sequences_of(model, self.text, tokenizer, self.tokens, context, seed, progress=True)
 
     def _writes_nothing(self, model: Any) -> str | None:
         """Why a model cannot write its own words; None if it may."""

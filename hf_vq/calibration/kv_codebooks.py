@@ -20,7 +20,7 @@ from transformers.cache_utils import DynamicCache
 
 from ..cache.argument import cache_argument
 from ..cache.codebooks import SINKS, KVCodebooks, learned, title
-from ..cache.rotary import inverse_frequencies, least_strength
+from ..cache.rotary import inverse_frequencies, least_strength, turning_together
 from ..errors import VQCacheError, shown
 from ..fit.kv import TokenSample, fit_kv_codebook
 from ..formats.catalog import KVScheme, kv_scheme
@@ -180,7 +180,8 @@ class _Record:
         found = {}
         for layer, each in pairs.items():
             moments = each[interleaved]
-            means = moments.means(least_strength(moments.inv_freq.device))
+            device = moments.inv_freq.device
+            means = moments.means(least_strength(device), turning_together(device))
             mean, turning = (x.mean(0)[:, 0].cpu() for x in means)
             if turning.any():
                 found[layer] = mean, turning

@@ -55,7 +55,8 @@ class AttentionPlan(Plan):
         mask: dtype of the mask, or NONE.
         softcapped: apply logit soft-capping.
         page: tokens of a page of a paged cache; 0 = contiguous cache.
-        rotary: keys have a rotary mean (kernels/cuda/kv/attention/attention_rotary.cuh).
+        rotary: pairs of steps whose logits of a rotary mean are found together, 1, or 2 if
+            `paired`; 0 = keys have none (kernels/cuda/kv/attention/attention_rotary.cuh).
     """
 
     template: ClassVar[str] = "kv/attention/attention"
@@ -85,7 +86,7 @@ class AttentionPlan(Plan):
     mask: Mask
     softcapped: bool
     page: int
-    rotary: bool = False
+    rotary: int = 0
 
     @property
     def columns(self) -> int:
@@ -173,10 +174,9 @@ class AttentionPlan(Plan):
         if not self.rotary:
             return 0
         products, queries = -(-self.key_dim // 32), self.queries
-        centres = min(8 // queries, 4) if queries < 8 else 1
-        row, tokens = 128 * products + 16, TOKENS * self.step_tiles
-        logits = 2 * centres * tokens * queries * 4
-        own = centres * row + logits if queries > 8 else max(centres * row, logits)
+        columns = 1 if self.paired or self.swizzle_orders == 8 else 2  # of a lane
+        row, logits = 128 * products + 16, 512 * self.query_tiles * columns * self.step_tiles
+        own = self.rotary * (row + logits)
         shared = 16 + 128 * products + _whole(4 * queries) + queries * row
         return shared + self.step_tiles * products * 2048 + self.threads // 32 * own
 

@@ -86,12 +86,12 @@ class VQConfig(QuantizationConfigMixin):
             blocks, of which it holds one; `resume`, a folder for intermediate results, to continue
             after an interruption.
         activations: tokens whose inputs of layers say which weights matter (docs/weights.md):
-            `"model"` for 2,048 tokens that the model writes, `"random"`, a text or data set as in
-            `calibration`, or token ids [tokens] or [sequences, tokens]. The dense model is held in
-            memory and runs once; without effect on schemes that learn codebooks or do not rotate,
-            and on layers outside of the model's blocks. `"auto"` is `"model"` where the model can
-            run once, and None with `calibration`; else one line of the log says why not. None
-            quantizes each tensor without data as soon as it is read.
+            `"model"` for 2,048 to 4,096 tokens that the model writes, `"random"`, a text or data
+            set as in `calibration`, or token ids [tokens] or [sequences, tokens]. The dense model
+            is held in memory and runs once; without effect on schemes that learn codebooks or do
+            not rotate, and on layers outside of the model's blocks. `"auto"` is `"model"` where
+            the model can run once, and None with `calibration`; else one line of the log says why
+            not. None quantizes each tensor without data as soon as it is read.
         activations_bits: 8 lets Hopper GPUs multiply integers where there are 65 tokens or more:
             prompts take less time, and some precision is lost (docs/cuda.md). 16 or None multiplies
             floats. Given like `pass2`, and not stored.

@@ -31,6 +31,9 @@ NOISE = 3.0
 much of it stand."""
 TIE = 0.7
 """A turning mean with so much of the energy of a standing one is taken: it stays right."""
+LITTLE = 3.0
+"""So many times what is left to the codes of a head may the pairs hold that do not turn because a
+product of tensor cores has no room for them. The KLD of Qwen2.5-Coder-0.5B stays the same."""
 DIFFERENT = 0.9
 """Pairs are (2 p, 2 p + 1) if that leaves less than so much of what is left by (p, p + r)."""
 _FEWEST = 16  # tokens that tell one layout of pairs from the other
@@ -129,7 +132,7 @@ class KeyMoments:
         """Mean squared norm of what is left to the codes [B, H, 1, 1]."""
         return self._energies(*self._means)[2]
 
-    def means(self, strength: float = 0.0) -> tuple[Tensor, Tensor]:
+    def means(self, strength: float = 0.0, together: int = 1) -> tuple[Tensor, Tensor]:
         """Decide, pair by pair, which mean is taken off the keys: a standing or a turning one.
 
         A mean over tokens takes its squared norm off their mean squared norm, so the larger one is
@@ -140,10 +143,13 @@ class KeyMoments:
           more say so together, within a tie;
         - then each pair turns, unless its standing mean is clearly larger;
         - but pairs that hold next to nothing stand: a head without a constant part costs nothing.
+          If pairs turn `together`, the weakest of a head stand where that saves a product and they
+          hold less than LITTLE.
 
         Args:
             strength: all heads of a row stand unless one's turning mean has so many times the
                 energy that is left to its codes.
+            together: pairs that one product of tensor cores takes.
 
         Returns:
             The mean and the rotary mean, float32 [B, H, 1, D] each.
@@ -160,19 +166,27 @@ class KeyMoments:
         turns = head & holds & _as_good(turned, stood, share / pairs)
         held = (turned * turns).sum(-1, keepdim=True)
         turns = turns & (held >= strength * left).any(1, keepdim=True)
+        if together > 1:
+            turns = turns & _strongest(turned * turns, LITTLE * left, together)
         rest = standing.shape[-1] - 2 * len(self.inv_freq)
         turns = torch.nn.functional.pad(_by_channel(turns, self.interleaved), (0, rest))
         return standing.masked_fill(turns, 0), turning.masked_fill(~turns, 0)
 
 
 def measure_means(
-    keys: Tensor, positions: Tensor, inv_freq: Tensor, interleaved: bool, strength: float = 0.0
+    keys: Tensor,
+    positions: Tensor,
+    inv_freq: Tensor,
+    interleaved: bool,
+    strength: float = 0.0,
+    together: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """`KeyMoments.means` of keys [B, H, n, D] at `positions` int64 [n] or [B, n].
 
     The mean of a head that does not turn is `mean_of` its keys, to the last bit.
     """
-    standing, turning = KeyMoments(inv_freq, interleaved).add(keys, positions).means(strength)
+    moments = KeyMoments(inv_freq, interleaved).add(keys, positions)
+    standing, turning = moments.means(strength, together)
     if keys.shape[2] > _AT_ONCE:  # moments in parts are rounded more often
         stands = ~turning.any(-1, keepdim=True)
         standing = torch.where(stands, mean_of(keys), standing)
@@ -199,6 +213,15 @@ def pairs_interleave(keys: Tensor, positions: Tensor, inv_freq: Tensor) -> bool:
         KeyMoments(inv_freq, layout).add(keys, positions).left for layout in (False, True)
     )
     return interleave(halves, neighbours, keys.shape[2])
+
+
+def _strongest(energy: Tensor, little: Tensor, together: int) -> Tensor:
+    """The strongest pairs [B, H, 1, r], as few times `together` as leave out at most `little`
+    [B, H, 1, 1]; at least once."""
+    ordered, order = energy.sort(-1, descending=True)
+    behind = ordered.flip(-1).cumsum(-1).flip(-1)[..., together::together]  # with the pair itself
+    count = together * (1 + (behind > little).sum(-1, keepdim=True))
+    return order.argsort(-1) < count
 
 
 def _as_good(turned: Tensor, stood: Tensor, slack: Tensor) -> Tensor:

@@ -176,15 +176,20 @@ class Turning(NamedTuple):
 
 def turning(rows: int, heads: int, dim: int, device: torch.device, size: float = 2.0) -> Turning:
     """A random one: one pair of channels of a head holds about 200, others about `size`, and the
-    last of several heads nothing, nor do pairs that do not turn; positions go up to 100,000 and
-    more."""
-    partly, interleaved, start = (int(torch.randint(n, ())) for n in (2, 2, 100_001))
+    last of several heads nothing, nor do pairs that do not turn, which may be most; positions go up
+    to 100,000 and more."""
+    partly, sparse, interleaved, start = (int(torch.randint(n, ())) for n in (2, 2, 2, 100_001))
     pairs = dim // 2 if not partly else max(dim // 8 * 3 // 2, 1)
     mean = size * torch.randn(rows, heads, 1, dim, device=device)
     mean[..., 1:2] = 200 * torch.rand(rows, heads, 1, 1, device=device)
     if heads > 1:
         mean[:, -1] = 0
     mean[..., 2 * pairs :] = 0
+    if sparse:  # of each head other pairs, and another number of them
+        some = torch.rand(rows, heads, 1, pairs, device=device)
+        some = some < 0.4 * torch.rand(rows, heads, 1, 1, device=device)
+        both = some.repeat_interleave(2, -1) if interleaved else torch.cat([some, some], -1)
+        mean[..., : 2 * pairs] *= both
     steps = torch.arange(pairs, dtype=torch.float64, device=device) / pairs
     return Turning(mean, (10_000.0**-steps).float(), bool(interleaved), start)
 

@@ -18,6 +18,8 @@ from .. import baselines
 
 SINKS, WINDOW = 4, 64
 SCHEMES = ("u4", "u3", "k4v2", "u2", "nomad-u4", "turboquant-4", "turboquant-2")
+WITHOUT_WINDOW = ("u4", "u3", "u2")
+BEHIND_LONG_PROMPTS = ("u4", "u3", "u2", "fp8-e4m3", "kivi-4-g32")
 _KIVI_GROUP = 32
 
 
@@ -86,8 +88,8 @@ def _simulated(
     return cache
 
 
-def _own(scheme: str, config: Any) -> VQCache:
-    return VQCache(config, scheme, SINKS, WINDOW)
+def _own(scheme: str, window: int, config: Any) -> VQCache:
+    return VQCache(config, scheme, SINKS, window)
 
 
 def _own_bits(cache: VQCache) -> float:
@@ -104,7 +106,11 @@ def _fp8(x: Tensor) -> Tensor:
 
 def rows() -> list[CacheRow]:
     """Every row of KV caches, in the order of the table."""
-    found = [CacheRow(name, "scheme", partial(_own, name), _own_bits) for name in SCHEMES]
+    found = [CacheRow(name, "scheme", partial(_own, name, WINDOW), _own_bits) for name in SCHEMES]
+    found += [
+        CacheRow(f"{name}-window-0", "scheme", partial(_own, name, 0), _own_bits)
+        for name in WITHOUT_WINDOW
+    ]
     found.append(
         CacheRow("fp8-e4m3", "peer", partial(_simulated, _fp8, _fp8, 1), partial(_constant, 8.0))
     )

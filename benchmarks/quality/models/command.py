@@ -18,7 +18,8 @@ NAME = "quality-models"
 _SHOWN = {
     "text": "TEXT", "prompts": "PROMPTS", "calibration": "TEXT", "ggml": "GGML_DIR", "rows": "",
     "tokens": "", "context": "", "chat_tokens": "", "chat_context": "", "kv_passages": "",
-    "kv_prompt": "", "kv_scored": "", "passkeys": "", "calibration_tokens": "", "device": "",
+    "kv_prompt": "", "kv_scored": "", "kv_long": "", "kv_long_passages": "", "passkeys": "",
+    "calibration_tokens": "", "device": "",
 }  # fmt: skip
 
 
@@ -41,7 +42,7 @@ def add_verb(verbs: Any) -> None:
         help="where they are kept (default: %(default)s)")  # fmt: skip
     add("--calibration", type=Path, metavar="TEXT", help="another text, for rows that learn")
     for name in ("tokens", "context", "chat_tokens", "chat_context", "kv_passages", "kv_prompt",
-                 "kv_scored", "calibration_tokens"):  # fmt: skip
+                 "kv_scored", "kv_long", "kv_long_passages", "calibration_tokens"):  # fmt: skip
         option = "--" + name.replace("_", "-")
         add(option, type=int, default=usual[name], metavar="N", help="default: %(default)s")
     add("--passkeys", type=int, nargs="+", default=list(usual["passkeys"]), metavar="N",
@@ -85,7 +86,8 @@ def measure(args: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             print(f"stopped; --resume goes on with the rows in {recorder.unfinished}")
             return 130
-        order = suite.names(Options(text=options.text, passkeys=options.passkeys))
+        every = Options(text=options.text, passkeys=options.passkeys, kv_long=options.kv_long)
+        order = suite.names(every)
         rows = sorted(
             recorder.record["results"]["rows"], key=lambda row: order.index(suite.row_name(row))
         )

@@ -49,6 +49,8 @@ class Options:
     kv_passages: int = 8
     kv_prompt: int = 256
     kv_scored: int = 256
+    kv_long: int = 4096
+    kv_long_passages: int = 4
     passkeys: tuple[int, ...] = (1024, 4096, 16384)
     calibration: Path | None = None
     calibration_tokens: int = 1 << 16
@@ -59,6 +61,7 @@ class Options:
 def names(options: Options) -> list[str]:
     """Names of the rows that `options.rows` asks for, in the order in which they are measured."""
     found = [f"kv:{row.name}" for row in caches.rows()]
+    found += [f"kv:{name}@{options.kv_long}" for name in caches.BEHIND_LONG_PROMPTS]
     found += [
         f"passkey:{name}@{length}" for length in options.passkeys for name in ("exact", *PASSKEYS)
     ]
@@ -107,8 +110,8 @@ class ModelSuite:
             found |= {f"prompts_{k}": v for k, v in text_facts(options.prompts).items()}
         found |= {
             "kv_passages": options.kv_passages, "kv_prompt": options.kv_prompt,
-            "kv_scored": options.kv_scored, "kv_chunk": KV_CHUNK, "sinks": caches.SINKS,
-            "window": caches.WINDOW,
+            "kv_scored": options.kv_scored, "kv_long_passages": options.kv_long_passages,
+            "kv_chunk": KV_CHUNK, "sinks": caches.SINKS, "window": caches.WINDOW,
         }  # fmt: skip
         if options.calibration is not None:
             facts = text_facts(options.calibration)
@@ -160,25 +163,28 @@ class ModelSuite:
             )
         return kept[passages.name]
 
-    def _cache(self, name: str) -> Iterator[dict[str, Any]]:
-        options, row = self.options, next(row for row in caches.rows() if row.name == name)
-        length = options.kv_prompt + options.kv_scored
+    def _cache(self, which: str) -> Iterator[dict[str, Any]]:
+        options, (name, _, long) = self.options, which.partition("@")
+        row = next(row for row in caches.rows() if row.name == name)
+        prompt, count = options.kv_prompt, options.kv_passages
+        if long:
+            prompt, count = int(long), options.kv_long_passages
+        length = prompt + options.kv_scored
         made: list[Any] = []
-        passages = texts.natural(self.tokenizer, options.text, length * options.kv_passages, length)
 
         def new_cache() -> Any:
             made[:] = [row.new(self.model.config)]
             return made[0]
 
-        kept = self.__dict__.setdefault("_kv_reference", [])
-        if not kept:
+        kept: dict[int, Reference] = self.__dict__.setdefault("_kv_references", {})
+        if prompt not in kept:
+            passages = texts.natural(self.tokenizer, options.text, length * count, length)
             exact = model_forward(self.model)
-            skip = options.kv_prompt
-            kept.append(Reference(exact, passages.ids, skip=skip, keep_bytes=2 << 30))
-        with_cache = model_forward(self.model, new_cache, prompt=options.kv_prompt, chunk=KV_CHUNK)
-        found = score(with_cache, kept[0]).to_dict()
+            kept[prompt] = Reference(exact, passages.ids, skip=prompt, keep_bytes=2 << 30)
+        with_cache = model_forward(self.model, new_cache, prompt=prompt, chunk=KV_CHUNK)
+        found = score(with_cache, kept[prompt]).to_dict()
         yield {
-            "what": "kv", "name": name, "kind": row.kind,
+            "what": "kv", "name": name, "kind": row.kind, **({"length": prompt} if long else {}),
             "bits_per_element": row.bits(made[0]), **found,
         }  # fmt: skip
 

@@ -92,7 +92,7 @@ def _table(records: _Records, what: str, bits: str, read: str) -> str:
     """
     found = [
         {
-            row["name"]: row
+            row_name(row).partition(":")[2]: row
             for row in record["results"]["rows"]
             if row["what"] == what and row.get("on", "text") == "text" and "failed" not in row
             if not row["name"].endswith(_INT8)
@@ -146,4 +146,7 @@ def _cell(row: dict[str, Any]) -> str:
 def _label(name: str, names: Collection[str]) -> str:
     if f"{name}{_DEFAULT}" in names:
         return f"`{name}`, `activations=None`"
+    if "@" in name:
+        cache, _, tokens = name.partition("@")
+        return f"{_label(cache, names)} behind {int(tokens):,}"
     return _PEERS.get(name, f"`{name.removesuffix(_DEFAULT)}`")

@@ -108,8 +108,10 @@ def plan_of(
     resident: int,
     steps: int,
     depth: int,
+    centres: int = 1,
 ) -> AttentionPlan:
-    """Plan of a problem and values of its tunable fields."""
+    """Plan of a problem and values of its tunable fields; `centres` is `rotary` of the plan, if the
+    problem has any."""
     key, value, orders = problem.key, problem.value, swizzle_orders_of(problem)
     tiles = -(-problem.columns * orders // COLUMNS)
     learned = not (key.has_scale and value.has_scale)
@@ -127,7 +129,8 @@ def plan_of(
         query_tiles=tiles, swizzle_orders=orders, paired=_pairs(problem), step_tiles=steps,
         pipeline_depth=depth,
         bulk=problem.arch.overlaps_launches, queries_in_registers=tiles == 1,
-        mask=problem.mask, softcapped=problem.softcapped, page=problem.page, rotary=problem.rotary,
+        mask=problem.mask, softcapped=problem.softcapped, page=problem.page,
+        rotary=centres * problem.rotary,
     )  # fmt: skip
 
 
@@ -183,10 +186,11 @@ def misfit(
 
 def candidates(problem: AttentionProblem) -> list[AttentionPlan]:
     """Every plan that could be meant for a problem, also those that cannot run."""
+    pairs = (2, 1) if problem.rotary and _pairs(problem) else (1,)  # the first is as good or better
     # What no thread copies is there a step later; with more steps ahead it never was faster.
     return [
-        plan_of(problem, *block, steps, depth)
-        for block, steps, depth in itertools.product(_BLOCKS, _STEPS, _DEPTHS)
+        plan_of(problem, *block, steps, depth, centres)
+        for block, steps, depth, centres in itertools.product(_BLOCKS, _STEPS, _DEPTHS, pairs)
         if depth == _DEPTHS[0] or not problem.arch.overlaps_launches
     ]
 
@@ -209,10 +213,11 @@ def registers(plan: AttentionPlan) -> int:
         plan.value_vector_size * plan.value_fused,
     ):
         queries += 8  # entries of two registers are taken apart
+    many = not plan.paired or plan.key_dim > 128 or plan.key_entry_bits == 6  # codes in two words
     return (
         _REGISTERS + sums + queries + 20 * (plan.step_tiles - 1) * plan.query_tiles
         + 8 * (plan.mask is not Mask.NONE) + 4 * plan.softcapped + 24 * (not plan.bulk)
-        + (24 if plan.key_dim > 64 else 16) * plan.rotary
+        + (24 if many else 16) * (plan.rotary > 0)
     )  # fmt: skip
 
 

@@ -14,9 +14,10 @@ from hf_vq.errors import VQError
 from hf_vq.evaluation import score as scores
 from hf_vq.evaluation.load import load_model, load_tokenizer
 
-ROWS = ["kv:u4", "kv:kivi-4-g32", "passkey:exact@128", "weights:nf4-g64", "weights:q4_0"]
-SMALL = ("--tokens 128 --context 64 --kv-passages 2 --kv-prompt 96 --kv-scored 32 "
-         "--passkeys 128 --revision here")  # fmt: skip
+ROWS = ["kv:u4", "kv:u4-window-0", "kv:kivi-4-g32", "kv:u4@256", "passkey:exact@128",
+        "weights:nf4-g64", "weights:q4_0"]  # fmt: skip
+SMALL = ("--tokens 128 --context 64 --kv-passages 2 --kv-prompt 96 --kv-scored 32 --kv-long 256 "
+         "--kv-long-passages 2 --passkeys 128 --revision here")  # fmt: skip
 
 
 def run(model, text, out, *more):
@@ -36,7 +37,9 @@ def test_rows_are_recorded_and_taken_up(tiny_model, eval_text, tmp_path, capsys,
     assert "--ggml" in rows[-1]["failed"]
     assert rows[0]["bits_per_element"] == 4.5
     assert 0 < rows[0]["kld"] < 0.1
-    assert rows[3]["on"] == "text"
+    assert rows[1]["kld"] > rows[0]["kld"], "more tokens are codes"
+    assert rows[3]["length"] == 256 and rows[3]["kld"] > 0
+    assert rows[5]["on"] == "text"
     capsys.readouterr()
     monkeypatch.setattr(suite.ModelSuite, "_cache", lambda *_: pytest.fail("measured again"))
     _, again = run(tiny_model, eval_text, tmp_path, "--rows", *ROWS, "--resume")

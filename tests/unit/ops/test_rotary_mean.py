@@ -11,7 +11,7 @@ from hf_vq.formats.shared import universal_tensor
 from hf_vq.ops import KVCacheView, KVSide, kv_append, kv_attention
 from hf_vq.ops.layout import layouts_for
 from hf_vq.ops.reference.codes import mean_of
-from hf_vq.ops.rotary_mean import measure_means, rotated
+from hf_vq.ops.rotary_mean import LITTLE, measure_means, rotated
 
 DIM = 64
 INV_FREQ = 10000.0 ** -(torch.arange(0, DIM, 2).double() / DIM).float()
@@ -64,6 +64,24 @@ def test_what_stands_still_keeps_the_standing_mean() -> None:
     standing, turning = measure_means(keys, positions, INV_FREQ, False)
     left = keys - standing - rotated(turning, INV_FREQ, False, positions)
     assert left.square().mean() < 1.02 * (keys - keys.mean(2, keepdim=True)).square().mean()
+
+
+def test_the_weakest_pairs_stand_where_that_saves_a_product() -> None:
+    """As many products as leave out next to nothing, in each head."""
+    keys, mean = keys_with_bias(512, 30.0)
+    positions, pairs = torch.arange(512), len(INV_FREQ)
+    strong = torch.zeros(DIM)
+    strong[[1, 1 + pairs, 2, 2 + pairs]] = 1  # of the first head; of the others, all pairs
+    keys[:, :1] -= rotated(mean[:, :1] * (1 - strong), INV_FREQ, False, positions)
+    plain = measure_means(keys, positions, INV_FREQ, False)[1]
+    weak = 0.3 * torch.eye(DIM)[pairs - 1]  # so little that it may stand, and so much that it turns
+    keys[:, :1] += rotated(weak.expand(*keys.shape[:1], 1, 1, DIM), INV_FREQ, False, positions)
+    assert measure_means(keys, positions, INV_FREQ, False)[1][0, 0].count_nonzero() > 4
+    standing, turning = measure_means(keys, positions, INV_FREQ, False, together=2)
+    assert torch.equal(turning[:, :1] != 0, (plain[:, :1] != 0) & (strong != 0))
+    dropped = (plain - turning)[:, 1:].square().sum(-1)
+    assert 0 < dropped.max() < 1.2 * LITTLE * DIM  # the noise of a key has DIM
+    assert not (standing * turning).any()
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 5, 28, 512, 5000])

@@ -211,8 +211,6 @@ def attention(
             codebooks = tables(codebooks[0], key.parsed, KEYS), codebooks[1]
         if plan.value_learned:
             codebooks = codebooks[0], tables(codebooks[1], value.parsed, VALUES)
-        inv_freq = view.rotary_inv_freq
-        known = codebooks if not plan.rotary or inv_freq is None else (*codebooks, inv_freq)
         partial, arrived = None, 0
         if count > 1:
             size = groups * count * plan.partial_floats
@@ -232,7 +230,7 @@ def attention(
                 kv_heads, heads // kv_heads, queries, sink_k.shape[2], start, recent_k.shape[2],
                 view.window, new, coded, across, count, 0 if table is None else table.stride(0),
                 _inverse(across), _inverse(kv_heads), _inverse(count), _inverse(queries),
-                coded > 0 and _settled(known, stream), softmax_scale * _LOG2_E,
+                coded > 0 and _settled(codebooks, stream), softmax_scale * _LOG2_E,
                 softcap * _LOG2_E,
             )  # fmt: skip
             if plan.rotary:
@@ -289,8 +287,7 @@ def _forget(key: int, _: weakref.ref[Tensor]) -> None:
 
 
 def _settled(known: tuple[Tensor, ...], stream: int) -> bool:
-    """Whether a launch on the stream read these codebooks, and frequencies of a rotary mean,
-    before, and nobody wrote them since."""
+    """Whether a launch on the stream read these codebooks before, and nobody wrote them since."""
     settled = True
     for book in known:
         if book.is_inference():  # counts no writes

@@ -33,8 +33,6 @@
 using KeyTable = TableOf<Keys>;
 using ValueTable = TableOf<Values>;
 
-constexpr int columns_of_lane = Plan::swizzle_orders == 8 || Plan::paired ? 1 : 2;  // whose logits it makes to weights
-
 template <class T> struct Referred;
 template <class T> struct Referred<T&> { using Type = T; };
 
@@ -163,8 +161,11 @@ struct Scores {
       for (int c = 0; c < columns_of_lane; ++c) {
         const uint32_t column = staged + (n * 8 + c) * sizeof(Staged);
         uint32_t factor[2], shift[1];  // and the sum
+        float turned[2] = {};
         load_shared<8>(column + 8, factor);
         if constexpr (Plan::softcapped) load_shared<4>(column + 16, shift);
+        if constexpr (Plan::rotary > 0)
+          if (rotary) Rotary::load(rotary, n, c, tile, turned);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           float& logit = s[n][2 * half + c];
@@ -172,8 +173,7 @@ struct Scores {
           if constexpr (Keys::integers) logit -= zero[half] * __uint_as_float(factor[1]);
           float added = of_value[half];
           if constexpr (Plan::softcapped) added = __uint_as_float(shift[0]);
-          if constexpr (Plan::rotary)
-            if (rotary) added += Rotary::logit(rotary, Step::of_row(lane / 4, half, tile), Rotary::query_of(n, c, lane));
+          if constexpr (Plan::rotary > 0) added += turned[half];
           logit = logit * product + added;
           if constexpr (Plan::softcapped) logit = capped(logit, a.softcap) + of_value[half];
         }
@@ -201,7 +201,7 @@ struct Scores {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm) attention(const WithRotaryMean<Arguments, Plan::rotary> a) {
+extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm) attention(const WithRotaryMean<Arguments, (Plan::rotary > 0)> a) {
   extern __shared__ __align__(128) char shared[];
   constexpr int tables = KeyTable::bytes + ValueTable::bytes;
   constexpr int ring_at = tables + Query::bytes + columns_of_block * int(sizeof(Staged));
@@ -225,7 +225,6 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm)
   const auto fill = [&](int threads) {
     key_table.fill(shared, threadIdx.x, threads);
     value_table.fill(shared, threadIdx.x, threads);
-    if constexpr (Plan::rotary) Rotary::fill(rotary_of<Arguments>(a), shared + rotary_at, threadIdx.x, threads);
   };
   if (early && warp < warps / 2) fill(Plan::threads / 2);
   const uint32_t ring = shared_begin + ring_at + warp * own_bytes;
@@ -262,11 +261,14 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm)
   const int float_tiles = sink_tiles + (tokens.total - near + 15) / 16;
   const int others = split + active * (warps / 2) < float_tiles ? warps : warps / 2;
   if (steps > 0 && warp < others) {
-    Query::stage(a, tokens, row, kv_head, first_column, staged, others, [&] {
-      ask();
-      if (!early) fill(32 * others);
-    });
-    if constexpr (Plan::rotary) Rotary::stage(a, row, kv_head, first_column, shared + rotary_at, others);
+    const auto stage = [&] {
+      Query::stage(a, tokens, row, kv_head, first_column, staged, others, [&] {
+        ask();
+        if (!early) fill(32 * others);
+      });
+    };
+    if constexpr (Plan::rotary > 0) Rotary::stage(a, row, kv_head, first_column, shared + rotary_at, others, stage);
+    else stage();
   } else {
     ask();
   }
@@ -309,22 +311,24 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm)
     shift(-1.0f);
     const Scores scores = {uint32_t(__cvta_generic_to_shared(known)), a.sinks ? tokens.start + a.sinks : 0,
                            tokens.end(a, 0)};
-    const Rotary rotary(shared + rotary_at, warp);
-    int found = 0;  // steps since logits of the rotary mean were found
+    const Rotary rotary(shared_begin + rotary_at, warp);
+    uint32_t found = 0;  // steps since logits of the rotary mean were found
+    if constexpr (Plan::rotary > 0) rotary.begin(rotary_of<Arguments>(a), at * tokens_of_step, lane);
     uint32_t turn = 0, slot = ring, free = ring + (Plan::pipeline_depth - 1) * Step::bytes;
     for (; at < end; at += warps) {
-      Step::wait(slot, turn);
-      __syncwarp();  // what others copied is there; and the slot of the step before is free
+      __syncwarp();  // the slot of the step before is free
       const int first = at * tokens_of_step;
       if (at + (Plan::pipeline_depth - 1) * warps < end)
         Step::copy(cache_rows, first + (Plan::pipeline_depth - 1) * warps * tokens_of_step, free, lane);
       Step::commit();
       uint32_t turning = 0;
-      if constexpr (Plan::rotary)
-        if (rotary.turning) {
+      if constexpr (Plan::rotary > 0)
+        if (rotary.used) {
           if (found == 0) rotary.find(rotary_of<Arguments>(a), first, lane);
-          turning = rotary.logits(found), found = (found + 1) % Rotary::steps;
+          turning = rotary.logits(found, lane), found = (found + 1) % Rotary::steps;
         }
+      Step::wait(slot, turn);
+      if (!Plan::bulk) __syncwarp();  // what others copied is there
       Logits s[Plan::step_tiles];
       OfValue by[Plan::step_tiles][2];
       typename Sums::Weights weights[Plan::step_tiles];

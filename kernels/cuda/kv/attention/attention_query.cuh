@@ -14,6 +14,18 @@ __device__ inline const uint16_t* place(const Floats& x, int64_t row, int64_t he
   return x.at + row * x.row + head * x.head + token * x.token;
 }
 
+// Loads that are begun where they are written: other loads and copies are asked for before anything waits for them.
+__device__ inline uint16_t load_early(const uint16_t* from) {
+  uint16_t number;
+  asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(number) : "l"(from));
+  return number;
+}
+__device__ inline float load_early(const float* from) {
+  float number;
+  asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(number) : "l"(from));
+  return number;
+}
+
 // `value[i]` is number 32 i + lane of rows that are rotated in blocks of `Block`, not yet normalised.
 template <int Block, int N> __device__ inline void butterflies(float (&value)[N], int lane) {
 #pragma unroll
@@ -86,17 +98,18 @@ struct Query {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     constexpr int each = (Keys::dim + 31) / 32;
     const float* const mean = a.mean ? a.mean + row * a.mean_row + kv_head * a.mean_head : nullptr;
-    float centre[each], value[each];
+    float centre[each];
+    uint16_t loaded[each];
     const auto load = [&](const Column& at) {
       const uint16_t* const q = place(a.query, row, at.head, at.query);
 #pragma unroll
       for (int i = 0; i < each; ++i) {
         const int channel = 32 * i + lane;
-        value[i] = at.exists && channel < Keys::dim ? to_float<Plan::dtype>(__ldg(q + channel)) : 0.0f;
+        loaded[i] = at.exists && channel < Keys::dim ? load_early(q + channel) : 0;
       }
     };
 #pragma unroll
-    for (int i = 0; i < each; ++i) centre[i] = mean && 32 * i + lane < Keys::dim ? __ldg(mean + 32 * i + lane) : 0.0f;
+    for (int i = 0; i < each; ++i) centre[i] = mean && 32 * i + lane < Keys::dim ? load_early(mean + 32 * i + lane) : 0.0f;
     load(Column(a, kv_head, first + warp));
     meanwhile();
     for (int column = warp; column < columns; column += warps) {
@@ -111,7 +124,9 @@ struct Query {
         continue;
       }
       if (column != warp) load(at);
-      float most = 0.0f, shift = 0.0f, sum = 0.0f;
+      float value[each], most = 0.0f, shift = 0.0f, sum = 0.0f;
+#pragma unroll
+      for (int i = 0; i < each; ++i) value[i] = to_float<Plan::dtype>(loaded[i]);
 #pragma unroll
       for (int i = 0; i < each; ++i) shift += value[i] * centre[i];
       butterflies<Keys::block>(value, lane);

@@ -3,14 +3,19 @@
 //
 //     q . R_n m = sum_p  A_p cos(n f_p) + B_p sin(n f_p)        A_p = q_a m_a + q_b m_b      B_p = q_b m_a - q_a m_b
 //
+// Only pairs p that turn are counted: those whose m is not zero, 16 a product.
+//
 // Two steps of a warp, `apart` tokens from each other, lie around a centre c. A and B turn once to c; offsets from it
 // are the same for all pairs of steps, so cos and sin of them are one small table of the block:
 //
 //     [ step ]   ..  other warps  ..   c   ..   [ next step ]        token c + d:  E_d + O_d      E_d = sum_p A_p cos(d f_p)
 //      c - d                                         c + d           token c - d:  E_d - O_d      O_d = sum_p B_p sin(d f_p)
 //
-//     E = cos x A      table rows: the offsets d of a step, 16 a tile; columns: queries, then those of the next pair of
-//     O = sin x B      steps; k: pairs of channels, 16 a product. Half the products of tokens times channels
+//     E = cos x A      table rows: the offsets d of a step, 16 a tile; columns: queries (paired: and for each those of the
+//     O = sin x B      next pair of steps); k: pairs that turn. Half the products of tokens times channels
+//
+// Rows and columns are those of the products with codes, so that a lane finds the logits that it needs itself. Those of
+// c - d belong to the lane that has the mirrored token: rows g and g ^ 5.
 //
 // A logit has to be right to a part of 1, and m has hundreds of times the rest of a key. So both factors are fp16 numbers
 // in two parts, and three products are added: high high + high low + low high. Per pair, in units of hypot(A, B):
@@ -19,146 +24,170 @@
 //     low low                2^-22          rounded parts     2^-21
 //     in all at most 2^-18 of sum_p hypot(A_p, B_p)
 //
-// Per 32 tokens of 4 queries, D = 128: 12 MMAs, 4 KB of table from shared memory, nothing from memory.
+// Per 32 tokens of 4 queries and 16 pairs: 3 MMAs, 1 KB of table from shared memory, nothing from memory.
 #pragma once
 #include "kv/attention/attention_mainloop.cuh"
 #include "primitives/rotary.cuh"
 
 struct Rotary {
-  static constexpr int products = (Keys::dim / 2 + 15) / 16, pairs = 16 * products;
+  static constexpr int products = (Keys::dim / 2 + 15) / 16, pairs = 16 * products;  // at most
   static constexpr int queries = queries_of_block;
-  // Pairs of steps whose logits a warp finds together: they fill a tile of 8 columns.
-  static constexpr int centres = queries < 8 ? at_most(8 / queries, 4) : 1, steps = 2 * centres;
-  static constexpr int tiles = at_least(queries / 8, 1);  // of columns
+  // Pairs of steps whose logits a warp finds together: of two, both columns of a query are in use.
+  static constexpr int centres = at_least(Plan::rotary, 1), steps = 2 * centres;
+  static_assert(centres == 1 || Plan::paired, "a query has a column for each");
+  static constexpr int tiles = Plan::query_tiles;
   static constexpr int apart = Plan::threads / 32 * tokens_of_step;
   static constexpr int row = 8 * pairs + 16;  // bytes of the pairs of a query, or of a centre; padded, lanes read apart
+  static constexpr int each = (Keys::dim / 2 + 31) / 32;  // pairs of a lane, while they are prepared
 
   static constexpr int turns_at = 16, scale_at = turns_at + 8 * pairs, query_at = scale_at + whole_pieces(4 * queries);
   static constexpr int table_at = query_at + queries * row, own_at = table_at + Plan::step_tiles * products * 2048;
-  // Of a warp: angles of the centres, afterwards logits.
-  static constexpr int logits_at = tiles > 1 ? centres * row : 0, logits_bytes = steps * tokens_of_step * queries * 4;
-  static constexpr int own_bytes = at_least(centres * row, logits_at + logits_bytes);
+  // Of a warp: angles of the centres (before: turns of the pairs), and logits: of a step, of each column of a lane, those of
+  // all lanes.
+  static constexpr int lane_bytes = 8 * Plan::step_tiles, step_bytes = tiles * columns_of_lane * 32 * lane_bytes;
+  static constexpr int logits_at = centres * row, own_bytes = logits_at + steps * step_bytes;
   static constexpr int bytes = own_at + Plan::threads / 32 * own_bytes;
 
   uint32_t base, own;
-  uint32_t turning;  // products whose pairs turn; 0: m is zero
+  uint32_t used;  // products; 0: m is zero
 
-  __device__ Rotary(char* shared, int warp)
-      : base(uint32_t(__cvta_generic_to_shared(shared))), own(base + own_at + warp * own_bytes), turning(0) {
-    if constexpr (Plan::rotary) load_shared<4>(base, &turning);
+  __device__ Rotary(uint32_t base, int warp) : base(base), own(base + own_at + warp * own_bytes), used(0) {
+    if constexpr (Plan::rotary > 0) load_shared<4>(base, &used);
   }
 
-  // The table, by the first `threads` threads. It depends on frequencies only.
-  __device__ static void fill(const RotaryMean& mean, char* shared, int thread, int threads) {
-    const auto turns = [&](int pair) { return pair < mean.pairs ? turns_of(__ldg(mean.inv_freq + pair)) : 0; };
-    for (int pair = thread; pair < pairs; pair += threads) reinterpret_cast<uint64_t*>(shared + turns_at)[pair] = turns(pair);
-    for (int item = thread; item < Plan::step_tiles * products * 32; item += threads) {
-      const int tile = item / (32 * products), product = item / 32 % products, g = item % 32 / 4, t = item % 4;
-      uint32_t word[4][4];  // cos, its rest, sin, its rest
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-#pragma unroll
-        for (int two = 0; two < 2; ++two) {
-          const int64_t twice = apart + 2 * (16 * tile + g + 8 * half) - tokens_of_step + 1;
-          const int pair = 16 * product + 4 * t + 2 * two, at = 2 * two + half;
-          float cosine[2], sine[2];
-#pragma unroll
-          for (int i = 0; i < 2; ++i) cos_sin(twice, turns(pair + i), cosine[i], sine[i]);
-          split(cosine[0], cosine[1], word[0][at], word[1][at]);
-          split(sine[0], sine[1], word[2][at], word[3][at]);
-        }
-#pragma unroll
-      for (int part = 0; part < 4; ++part)
-        store_words<16>(shared + table_at + ((item / 32 * 4 + part) * 32 + item % 32) * 16, word[part]);
-    }
-  }
-
-  // A and B of the queries from column `first` on, by the first `warps` warps.
-  __device__ static void stage(const Arguments& a, int row_of_batch, int kv_head, int first, char* shared, int warps) {
-    constexpr int each = (pairs + 31) / 32;
+  // What `find` reads, by the first `warps` warps: the table; A and B of the queries from column `first` on. `meanwhile` is
+  // between loads and their use.
+  template <class Body>
+  __device__ static void stage(const Arguments& arguments, int row_of_batch, int kv_head, int first, char* shared, int warps,
+                               const Body& meanwhile) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const RotaryMean& mean = rotary_of(a);
+    const RotaryMean& mean = rotary_of(arguments);
     const float* const m = mean.mean + row_of_batch * mean.row + kv_head * mean.head;
-    for (int column = warp; column < queries; column += warps) {
-      const Column at(a, kv_head, first + column);
-      const uint16_t* const q = place(a.query, row_of_batch, at.head, at.query);
-      float part[each][2], most = 0.0f;
-      uint32_t turning = 0;
+    float m_a[each], m_b[each], inv_freq[each];  // of pairs 32 i + lane
+    uint16_t q_a[each], q_b[each];
+    const auto load = [&](int column) {
+      const Column at(arguments, kv_head, first + column);
+      const uint16_t* const q = place(arguments.query, row_of_batch, at.head, at.query);
 #pragma unroll
       for (int i = 0; i < each; ++i) {
         const int pair = 32 * i + lane;
-        float m_a = 0.0f, m_b = 0.0f, q_a = 0.0f, q_b = 0.0f;
-        if (pair < mean.pairs) {
-          const int one = channel_of(mean, pair, false), other = channel_of(mean, pair, true);
-          m_a = __ldg(m + one), m_b = __ldg(m + other);
-          if (at.exists) q_a = to_float<Plan::dtype>(__ldg(q + one)), q_b = to_float<Plan::dtype>(__ldg(q + other));
-        }
-        part[i][0] = q_a * m_a + q_b * m_b, part[i][1] = q_b * m_a - q_a * m_b;
-        most = fmaxf(most, fmaxf(fabsf(part[i][0]), fabsf(part[i][1])));
-        const uint32_t some = __ballot_sync(0xffffffff, m_a != 0.0f || m_b != 0.0f);
-        turning |= (some & 0xffff ? 1 : 0) << 2 * i | (some >> 16 ? 2 : 0) << 2 * i;
+        const bool some = at.exists && pair < mean.pairs;
+        q_a[i] = some ? load_early(q + channel_of(mean, pair, false)) : 0;
+        q_b[i] = some ? load_early(q + channel_of(mean, pair, true)) : 0;
+      }
+    };
+#pragma unroll
+    for (int i = 0; i < each; ++i) {
+      const int pair = 32 * i + lane;
+      const bool some = pair < mean.pairs;
+      m_a[i] = some ? load_early(m + channel_of(mean, pair, false)) : 0.0f;
+      m_b[i] = some ? load_early(m + channel_of(mean, pair, true)) : 0.0f;
+      inv_freq[i] = some ? load_early(mean.inv_freq + pair) : 0.0f;
+    }
+    if (warp < queries) load(warp);
+    meanwhile();
+
+    int place_of[each], count = 0;  // among the pairs that turn; -1: it does not
+#pragma unroll
+    for (int i = 0; i < each; ++i) {
+      const bool turns = m_a[i] != 0.0f || m_b[i] != 0.0f;
+      const uint32_t some = __ballot_sync(0xffffffff, turns);
+      place_of[i] = turns ? count + __popc(some & ((1u << lane) - 1)) : -1;
+      count += __popc(some);
+    }
+    const int used = (count + 15) / 16;
+    const bool behind = lane < 16 * used - count;  // a pair `count + lane` behind the last one
+    uint64_t* const turns = reinterpret_cast<uint64_t*>(shared + own_at + warp * own_bytes);
+    uint64_t* const known = reinterpret_cast<uint64_t*>(shared + turns_at);
+    const auto keep = [&](int at, uint64_t of_pair) {
+      turns[at] = of_pair;
+      if (warp == 0) known[at] = of_pair;
+    };
+    if (threadIdx.x == 0) *reinterpret_cast<uint32_t*>(shared) = used;
+    if (behind) keep(count + lane, 0);
+#pragma unroll
+    for (int i = 0; i < each; ++i)
+      if (place_of[i] >= 0) keep(place_of[i], turns_of(inv_freq[i]));
+
+    for (int column = warp; column < queries; column += warps) {
+      if (column != warp) load(column);
+      float A[each], B[each], most = 0.0f;
+#pragma unroll
+      for (int i = 0; i < each; ++i) {
+        const float a = to_float<Plan::dtype>(q_a[i]), b = to_float<Plan::dtype>(q_b[i]);
+        A[i] = a * m_a[i] + b * m_b[i], B[i] = b * m_a[i] - a * m_b[i];
+        most = fmaxf(most, fmaxf(fabsf(A[i]), fabsf(B[i])));
       }
 #pragma unroll
       for (int step = 1; step < 32; step *= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffff, most, step));
       // As in attention_query.cuh: the largest number near 2^13, so that turned ones are below 2^15.
       const int exponent = min(max(int(__float_as_uint(most) >> 23), 30), 240);
       const float up = __uint_as_float((267 - exponent) << 23), down = __uint_as_float((exponent - 13) << 23);
+      float2* const to = reinterpret_cast<float2*>(shared + query_at + column * row);
+      if (behind) to[count + lane] = make_float2(0.0f, 0.0f);
 #pragma unroll
       for (int i = 0; i < each; ++i)
-        if (pairs % 32 == 0 || 32 * i + lane < pairs) {
-          float* const to = reinterpret_cast<float*>(shared + query_at + column * row) + 2 * (32 * i + lane);
-          to[0] = part[i][0] * up, to[1] = part[i][1] * up;
-        }
-      if (lane == 0) reinterpret_cast<float*>(shared + scale_at)[column] = down * a.scaling;
-      if (lane == 0 && column == 0) *reinterpret_cast<uint32_t*>(shared) = turning;
+        if (place_of[i] >= 0) to[place_of[i]] = make_float2(A[i] * up, B[i] * up);
+      if (lane == 0) reinterpret_cast<float*>(shared + scale_at)[column] = down * arguments.scaling;
+    }
+
+    __syncwarp();  // its turns are there
+    const int busy = used == 1 && queries < warps ? queries : 0;  // warps that leave a small table to the others
+    const int begin = threadIdx.x - 32 * busy, end = warp < busy ? begin : Plan::step_tiles * used * 128;
+    for (int item = begin; item < end; item += 32 * (warps - busy)) {
+      const int at = item % 4, g = item / 16 % 8, t = item / 4 % 4, tile = item / 128 % Plan::step_tiles;
+      const int product = item / (128 * Plan::step_tiles), token = Step::of_row(g, at % 2, tile);
+      const int64_t twice = apart + 2 * token - tokens_of_step + 1;
+      float cosine[2], sine[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) cos_sin(twice, turns[16 * product + 4 * t + at / 2 * 2 + i], cosine[i], sine[i]);
+      uint32_t word[4];  // cos, its rest, sin, its rest
+      split(cosine[0], cosine[1], word[0], word[1]);
+      split(sine[0], sine[1], word[2], word[3]);
+      char* const to = shared + table_at + (tile * products + product) * 2048 + item % 128 * 4;
+#pragma unroll
+      for (int part = 0; part < 4; ++part) *reinterpret_cast<uint32_t*>(to + part * 512) = word[part];
     }
   }
 
-  // Where logits of step `step` are, of those found together.
-  __device__ uint32_t logits(int step) const { return own + logits_at + step * tokens_of_step * queries * 4; }
-  // In it, those of token number `token` of a step. The halves of a step are read side by side: their banks differ.
-  __device__ static uint32_t place_of(int token, int query) {
-    return ((token ^ token / (tokens_of_step / 2) * 4) * queries + query) * 4;
+  // Where a lane's logits of step `step` are, of those found together.
+  __device__ uint32_t logits(int step, int lane) const { return own + logits_at + step * step_bytes + lane * lane_bytes; }
+  // From it, those of keys g and g + 8 of a tile, in the lane's column `c` of column tile `n`.
+  __device__ static void load(uint32_t of_step, int n, int c, int tile, float (&found)[2]) {
+    uint32_t word[2];
+    load_shared<8>(of_step + (n * columns_of_lane + c) * 32 * lane_bytes + tile * 8, word);
+    found[0] = __uint_as_float(word[0]), found[1] = __uint_as_float(word[1]);
   }
 
-  // The query of a lane's column `c` of tile `n`.
-  __device__ static int query_of(int n, int c, int lane) {
-    return Plan::paired ? lane % 4 : (8 * n + lane % 4 * 2 + c) % queries;
-  }
-  __device__ static float logit(uint32_t of_step, int token, int query) {
-    uint32_t found[1];
-    load_shared<4>(of_step + place_of(token, query), found);
-    return __uint_as_float(found[0]);
+  // What `find` needs before the first time, for steps whose first token is `first`.
+  __device__ void begin(const RotaryMean& mean, int first, int lane) const {
+    __syncwarp();  // turns of the pairs were where angles will be
+#pragma unroll 1
+    for (int product = 0; product < used; ++product) turn(mean, first, product, lane);
   }
 
   // The logits of `steps` steps of the warp; the first one's tokens begin at `first`.
   __device__ void find(const RotaryMean& mean, int first, int lane) const {
     const int g = lane / 4, t = lane % 4;
-    const int64_t twice = 2 * (first + mean.start) + apart + tokens_of_step - 1;
-    for (int i = lane; i < centres * pairs; i += 32) {
-      const int centre = i / pairs, pair = i % pairs;
-      uint32_t turns[2];
-      load_shared<8>(base + turns_at + pair * 8, turns);
-      float angle[2];
-      cos_sin(twice + 4 * centre * apart, uint64_t(turns[1]) << 32 | turns[0], angle[0], angle[1]);
-      asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(own + centre * row + pair * 8), "f"(angle[0]), "f"(angle[1])
-                   : "memory");
-    }
-    __syncwarp();
+    __syncwarp();  // the angles are there
 #pragma unroll 1
     for (int n = 0; n < tiles; ++n) {
-      const uint32_t of_query = base + query_at + (8 * n + g) % queries * row + t * 32;
-      const uint32_t of_centre = own + (8 * n + g) / queries % centres * row + t * 32;
+      // Of the column g of a tile.
+      const uint32_t of_query = base + query_at + (Plan::paired ? g / 2 : (8 * n + g) % queries) * row + t * 32;
+      const uint32_t of_centre = own + g % 2 % centres * row + t * 32;
       float even[Plan::step_tiles][4] = {}, odd[Plan::step_tiles][4] = {};
 #pragma unroll 1
-      for (int product = 0; product < products; ++product) {
-        if (!(turning >> product & 1)) continue;
+      for (int product = 0; product < used; ++product) {
         uint32_t high[2][2], low[2][2];  // of A, of B
 #pragma unroll
         for (int two = 0; two < 2; ++two) {
           uint32_t q[4], angle[4];
           load_shared<16>(of_query + product * 128 + two * 16, q);
           load_shared<16>(of_centre + product * 128 + two * 16, angle);
+          if (two == 1 && n == tiles - 1) {  // those of the next time: nothing waits for them
+            __syncwarp();
+            turn(mean, first + steps * apart, product, lane);
+          }
           float turned[2][2];
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
@@ -177,29 +206,42 @@ struct Rotary {
           multiply(from + 1024, high[1], low[1], odd[tile]);
         }
       }
-      if (tiles == 1) __syncwarp();  // angles were where logits will be
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        const int column = 8 * n + 2 * t + c, query = column % queries, centre = column / queries;
+        if (c >= (Plan::paired ? centres : columns_of_lane)) continue;
+        const int query = Plan::paired ? t : (8 * n + 2 * t + c) % queries;
         uint32_t scale[1];
         load_shared<4>(base + scale_at + query * 4, scale);
-        if (centre < centres)
+        const float by = __uint_as_float(scale[0]);
+        float before[2 * Plan::step_tiles], after[2 * Plan::step_tiles];
 #pragma unroll
-          for (int tile = 0; tile < Plan::step_tiles; ++tile)
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-              const int token = 16 * tile + g + 8 * half;
-              const float e = even[tile][2 * half + c] * __uint_as_float(scale[0]);
-              const float o = odd[tile][2 * half + c] * __uint_as_float(scale[0]);
-              put(logits(2 * centre) + place_of(tokens_of_step - 1 - token, query), e - o);
-              put(logits(2 * centre + 1) + place_of(token, query), e + o);
-            }
+        for (int i = 0; i < 2 * Plan::step_tiles; ++i) {
+          const float e = even[i / 2][i % 2 * 2 + c] * by, o = odd[i / 2][i % 2 * 2 + c];
+          before[2 * Plan::step_tiles - 1 - i] = e - o * by, after[i] = e + o * by;
+        }
+        const uint32_t to = (Plan::paired ? 0 : n * columns_of_lane + c) * 32 * lane_bytes;
+        const int first_step = Plan::paired ? 2 * c : 0;
+        put(logits(first_step, lane ^ 20) + to, before);
+        put(logits(first_step + 1, lane) + to, after);
       }
     }
     __syncwarp();
   }
 
  private:
+  // Angles of the pairs of a product at the centres of steps whose first token is `first`.
+  __device__ void turn(const RotaryMean& mean, int first, int product, int lane) const {
+    const int pair = 16 * product + lane % 16, centre = lane / 16;
+    uint32_t turns[2];
+    load_shared<8>(base + turns_at + pair * 8, turns);
+    const int64_t twice = 2 * (first + mean.start) + apart + tokens_of_step - 1 + 4 * centre * apart;
+    float angle[2];
+    cos_sin(twice, uint64_t(turns[1]) << 32 | turns[0], angle[0], angle[1]);
+    if (centre < centres)
+      asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(own + centre * row + pair * 8), "f"(angle[0]), "f"(angle[1])
+                   : "memory");
+  }
+
   // Two numbers as fp16, and what is missing.
   __device__ static void split(float first, float second, uint32_t& high, uint32_t& low) {
     high = pack_pair<Dtype::FLOAT16>(first, second);
@@ -218,7 +260,12 @@ struct Rotary {
     mma<Dtype::FLOAT16>(sums, word[0], word[1], word[2], word[3], high[0], high[1]);
   }
 
-  __device__ static void put(uint32_t to, float number) {
-    asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(number) : "memory");
+  template <int N> __device__ static void put(uint32_t to, const float (&number)[N]) {
+    if constexpr (N == 2)
+      asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(number[0]), "f"(number[1]) : "memory");
+    else
+      asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(number[0]), "f"(number[1]), "f"(number[2]),
+                   "f"(number[3])
+                   : "memory");
   }
 };

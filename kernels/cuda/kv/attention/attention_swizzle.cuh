@@ -24,6 +24,7 @@
 
 constexpr int columns_of_query = Plan::paired ? 2 : Plan::swizzle_orders;
 constexpr int queries_of_block = columns_of_block / columns_of_query;
+constexpr int columns_of_lane = Plan::swizzle_orders == 8 || Plan::paired ? 1 : 2;  // whose logits it makes to weights
 static_assert(columns_of_query == 1 || Plan::query_tiles == 1, "all columns of a query are in one tile");
 
 struct SwizzleColumns {
