@@ -2,7 +2,8 @@
 
     decode   attention of one token, against the fastest attention of PyTorch over a cache in
              bfloat16 (cuDNN, flash, memory-efficient and math are tried)
-    rotary   the same with a rotary mean of the keys, and with one of zeros, against none
+    rotary   the same with a rotary mean of the keys: of all pairs of channels, of 16 in each head,
+             and of none; against none
     store    append of one token to a static cache, against the copies of `StaticCache`
     memory   bytes that the allocator gives per token
 
@@ -35,7 +36,11 @@ from ..timing import Candidate, speedup, summary
 from .timing import cold_copies, interleave_graphs
 
 SCHEMES = ("u4", "u3", "u2", "k4v2", "cq-4", "cq-2", "nomad-u4", "qserve-kv4")
-TURNING = {"rotary mean": 30.0, "rotary mean of zeros": 0.0}  # sizes of its numbers
+_OF_A_PRODUCT = 16  # pairs: as many as turn in most layers that turn
+TURNING = {
+    "rotary mean": HEAD_DIM // 2, f"rotary mean of {_OF_A_PRODUCT} pairs": _OF_A_PRODUCT,
+    "rotary mean of zeros": 0,
+}  # pairs that turn  # fmt: skip
 TURNING_SCHEMES = ("u4", "u3", "u2")
 MEMORY = 4.6e12  # bytes that an H200 reads in a second, at best
 _COPIES = 64  # at most: short caches then lie in L2, for all candidates alike
@@ -160,9 +165,11 @@ def _turning(
     if name not in TURNING_SCHEMES or cached.num_coded <= SINKS:
         return
     inv_freq = 10_000.0 ** -(torch.arange(HEAD_DIM // 2, device="cuda") / (HEAD_DIM // 2))
-    some = torch.randn(*cached.key.recent.shape[:2], 1, HEAD_DIM, device="cuda")
-    for mean, size in TURNING.items():
-        turning = cached._replace(key_rotary_mean=size * some, rotary_inv_freq=inv_freq)
+    some = 30 * torch.randn(*cached.key.recent.shape[:2], 1, HEAD_DIM, device="cuda")
+    strength = torch.rand(*cached.key.recent.shape[:2], 1, HEAD_DIM // 2, device="cuda")
+    rank = strength.argsort(-1).argsort(-1).repeat(1, 1, 1, 2)
+    for mean, pairs in TURNING.items():
+        turning = cached._replace(key_rotary_mean=some * (rank < pairs), rotary_inv_freq=inv_freq)
         if _kernel(query, turning) == _kernel(query, cached):
             yield f"{name} {mean}", _attending(query, turning, nbytes)
 

@@ -128,7 +128,7 @@ __device__ inline void give(const Arguments& a, const Meeting& partial_sums, con
   for (int c = 0; c < 2; ++c) {
     const int column = 2 * item.pair + c;
     if (column >= count) break;
-    const Column at(a, kv_head, first + column);
+    const Column at(a, kv_head, first, column);
     float total = merged.total[c], low = c ? merged.sum.y : merged.sum.x, high = c ? merged.sum.w : merged.sum.z;
     if (a.nothing) {
       const float logit = __ldg(a.nothing + at.head) * log2_e, highest = fmaxf(merged.most[c], logit);
@@ -153,7 +153,7 @@ __device__ inline void rotate_back(const Arguments& a, const Meeting& partial_su
                                    int count) {
   const int lane = threadIdx.x % 32;
   for (int column = threadIdx.x / 32; column < count; column += warps) {
-    const Column at(a, kv_head, first + column);
+    const Column at(a, kv_head, first, column);
     constexpr int each = (Values::dim + 31) / 32;
     float value[each];
 #pragma unroll

@@ -43,7 +43,7 @@ __device__ inline void add_floats(const Arguments& a, const Tokens& tokens, int 
   load(low, Keys(), key[0]), load(high, Keys(), key[1]);
 #pragma unroll
   for (int n = 0; n < Plan::query_tiles; ++n) {
-    const Column at(a, kv_head, first_column + 8 * n + query_of(g));
+    const Column at(a, kv_head, first_column, 8 * n + query_of(g));
     load(place(a.query, row, at.head, at.query), Keys(), query[n]);
   }
   const auto load_values = [&] {
@@ -61,7 +61,7 @@ __device__ inline void add_floats(const Arguments& a, const Tokens& tokens, int 
   for (int n = 0; n < Plan::query_tiles; ++n)
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
-      const Column column(a, kv_head, first_column + n * 8 + query_of(2 * t + c));
+      const Column column(a, kv_head, first_column, n * 8 + query_of(2 * t + c));
       const int near = tokens.near(a, column.query), limit = tokens.limit(a, column.query);
       const char* const mask = mask_of(a, row, column);
 #pragma unroll

@@ -110,10 +110,10 @@ struct Query {
     };
 #pragma unroll
     for (int i = 0; i < each; ++i) centre[i] = mean && 32 * i + lane < Keys::dim ? load_early(mean + 32 * i + lane) : 0.0f;
-    load(Column(a, kv_head, first + warp));
+    load(Column(a, kv_head, first, warp));
     meanwhile();
     for (int column = warp; column < columns; column += warps) {
-      const Column at(a, kv_head, first + column);
+      const Column at(a, kv_head, first, column);
       if (!at.exists) {
         // Zeros, since its logits take part in whether maxima are raised: not what happened to be there before.
 #pragma unroll

@@ -66,7 +66,7 @@ struct Rotary {
     float m_a[each], m_b[each], inv_freq[each];  // of pairs 32 i + lane
     uint16_t q_a[each], q_b[each];
     const auto load = [&](int column) {
-      const Column at(arguments, kv_head, first + column);
+      const Column at(arguments, kv_head, first, column);
       const uint16_t* const q = place(arguments.query, row_of_batch, at.head, at.query);
 #pragma unroll
       for (int i = 0; i < each; ++i) {

@@ -49,8 +49,10 @@ struct Column {
   int head, query;
   bool exists;
 
-  __device__ Column(const Arguments& a, int kv_head, int column) {
+  // `first`: of the block's columns.
+  __device__ Column(const Arguments& a, int kv_head, int first, int column) {
     if (Plan::swizzle_orders > 1) column %= SwizzleColumns::queries;
+    column += first;
     exists = column < a.groups * a.queries;
     column = exists ? column : 0;
     const int in_group = quotient(column, a.inverse_queries);
