@@ -45,6 +45,22 @@ def _key(name: str, row: dict[str, Any]) -> tuple[str, int, int, int, int]:
     return name, *_case(row)
 
 
+def rotary(rows: _Rows) -> str:
+    """What a rotary mean adds to the time of attention, by scheme."""
+    rows = [row for row in rows if row["what"] == "rotary"]
+    names = dict.fromkeys(row["name"] for row in rows)
+    turning = {"rotary mean": "all 64", "rotary mean of zeros": "none"}
+    return markdown_table(
+        ["pairs of channels that turn", *(f"`{name}`" for name in names)],
+        [
+            [turning.get(mean, mean.removeprefix("rotary mean of ").removesuffix(" pairs"))]
+            + [ratios(row["of_plain"] for row in rows if (row["name"], row["mean"]) == (name, mean))
+               for name in names]
+            for mean in dict.fromkeys(row["mean"] for row in rows)
+        ],
+    )  # fmt: skip
+
+
 def short(rows: _Rows) -> str:
     """The same for short contexts, of all schemes together; then with the token stored on both
     sides."""

@@ -375,6 +375,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "results:serve": partial(_timed_table, "serve", serve.table),
     "results:serve-vllm": partial(_timed_table, "serve-vllm", vllm_engine.table),
     "results:cuda-attention-short": partial(_table_of, "cuda-attention", kv.short),
+    "results:cuda-rotary": partial(_table_of, "cuda-attention", kv.rotary),
     "results:cuda-store": partial(_table_of, "cuda-attention", kv.store),
     **{f"results:{name}": partial(_timed_table, *of) for name, of in kv.TABLES.items()},
     "results:fuzz": reliability.campaign,
