@@ -89,7 +89,7 @@ class Rotary:
 
     def means(self, keys: Tensor, first: int) -> tuple[Tensor, Tensor]:
         """`measure_means` of keys [B, H, n, D] from position `first`; rows below `least_strength`
-        stand."""
+        stand, and weak pairs where `turning_together` says what turning costs."""
         positions = torch.arange(first, first + keys.shape[2], device=keys.device)
         least, together = least_strength(keys.device), turning_together(keys.device)
         return measure_means(keys, positions, self.inv_freq, self.interleaved, least, together)

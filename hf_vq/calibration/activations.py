@@ -3,9 +3,8 @@
     for every block:   its inputs -> H = mean of x x^T in wide blocks of inputs -> codes
                        its outputs with these codes -> the inputs of the next block
 
-It is calibration's way (`layerwise`) in seconds instead of minutes: few tokens, whose H is believed
-by less than half (`fit/block_ldlq.py`). The tokens are ones that the model writes itself
-(`text.own_words`), so that no text is needed.
+It is calibration's way (`layerwise`) in seconds instead of minutes: few tokens of the model's own
+(`text.own_words`), whose H is believed by less than half (`fit/block_ldlq.py`).
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ from .text import (
 
 logger = logging.get_logger("hf_vq")
 
-TOKENS, MOST_TOKENS = 2048, 4096  # at least; and for layers with so many inputs
+TOKENS, MOST_TOKENS = 2048, 4096  # between them, as many as the widest layer has inputs
 _CONTEXT = 64  # of own words and random tokens: first tokens are special
 _CONTEXT_OF_TEXT = 256
 _ROOM = 1.15  # for activations and codes, in units of the dense model
@@ -98,7 +97,7 @@ class ActivationPass:
         kind: name of its facts in config.json.
         schemes: of the layers that this pass encodes, by name.
         names: of these layers.
-        tokens: that are read: as many as the widest layer has inputs, within limits.
+        tokens: that are read, if none are given and the text has so many.
         is_automatic: nobody asked for it, so whatever fails must leave data-free codes.
         failed: why layers are encoded without data from here on; "" while they are not.
         can_write: False if the weights of the model's head were not in the checkpoint.
@@ -121,12 +120,6 @@ class ActivationPass:
         self.files, self.config = files, config
         self.given = OWN_WORDS if self.is_automatic else config.activations
         usable = {name: scheme for name, scheme in schemes.items() if reads_activations(scheme)}
-        self.text: str | None = None
-        self.facts: dict[str, Any] = {"text": TOKEN_IDS}
-        if self.given == RANDOM:
-            self.facts = {"text": RANDOM}
-        elif isinstance(self.given, str):
-            self.text, self.facts = find_text(self.given, MOST_TOKENS * _CHARACTERS)
         try:
             self.prefix = find_blocks(model, usable)
         except VQCalibrationError:
@@ -145,7 +138,10 @@ class ActivationPass:
                 self.targets |= {target.name: target for target in found}
         self.names = set(self.schemes)
         widest = max((target.shape[1] for target in self.targets.values()), default=0)
-        self.tokens = min(max(TOKENS, widest // _AT_ONCE * _AT_ONCE), MOST_TOKENS)
+        self.tokens = min(max(TOKENS, widest - widest % (2 * _AT_ONCE)), MOST_TOKENS)  # of halves
+        self.text, self.facts = None, {"text": RANDOM if self.given == RANDOM else TOKEN_IDS}
+        if isinstance(self.given, str) and self.given != RANDOM:
+            self.text, self.facts = find_text(self.given, self.tokens * _CHARACTERS)
 
     @staticmethod
     def obstacle(
@@ -445,7 +441,11 @@ class ActivationPass:
             generator = torch.Generator().manual_seed(seed)
             return torch.randint(size, (self.tokens // context, context), generator=generator)
         tokenizer = tokenizer_of(model, self.files)
-        return sequences_of(model, self.text, tokenizer, self.tokens, context, seed, progress=True)
+        of = model, self.text, tokenizer
+        try:
+            return sequences_of(*of, self.tokens, context, seed, progress=True)
+        except VQCalibrationError:  # a short text will do
+            return sequences_of(*of, TOKENS, context, seed, progress=True)
 
     def _writes_nothing(self, model: Any) -> str | None:
         """Why a model cannot write its own words; None if it may."""

@@ -18,6 +18,8 @@ changes from token to token, so that float32 would leave errors of a logit.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -32,8 +34,10 @@ much of it stand."""
 TIE = 0.7
 """A turning mean with so much of the energy of a standing one is taken: it stays right."""
 LITTLE = 3.0
-"""So many times what is left to the codes of a head may the pairs hold that do not turn because a
-product of tensor cores has no room for them. The KLD of Qwen2.5-Coder-0.5B stays the same."""
+"""Pairs that would need one more product of tensor cores stand while they give the codes of their
+head at most so many times what is left to these otherwise."""
+FAR = 1 << 17
+"""Tokens from the measured ones, up to which that holds."""
 DIFFERENT = 0.9
 """Pairs are (2 p, 2 p + 1) if that leaves less than so much of what is left by (p, p + r)."""
 _FEWEST = 16  # tokens that tell one layout of pairs from the other
@@ -127,6 +131,12 @@ class KeyMoments:
         best = best + standing[..., count:].square().sum(-1, keepdim=True)
         return stood, turned, (self._energy - best).clamp_min(0)
 
+    def _given_by_standing(self) -> Tensor:
+        """What a pair that stands gives the codes, at most, up to FAR tokens on, in units of |m|^2:
+        |R_n m|^2, or of a pair too slow to be told, |R_n m - m|^2 [r]."""
+        angle = (self.inv_freq * FAR).clamp_max(math.pi)
+        return torch.where(self.inv_freq * self.span >= 1, 1.0, 2 - 2 * angle.cos())
+
     @property
     def left(self) -> Tensor:
         """Mean squared norm of what is left to the codes [B, H, 1, 1]."""
@@ -143,8 +153,8 @@ class KeyMoments:
           more say so together, within a tie;
         - then each pair turns, unless its standing mean is clearly larger;
         - but pairs that hold next to nothing stand: a head without a constant part costs nothing.
-          If pairs turn `together`, the weakest of a head stand where that saves a product and they
-          hold less than LITTLE.
+          If pairs turn `together`, the weakest of a head stand where that saves a product and
+          gives the codes little (LITTLE).
 
         Args:
             strength: all heads of a row stand unless one's turning mean has so many times the
@@ -167,7 +177,8 @@ class KeyMoments:
         held = (turned * turns).sum(-1, keepdim=True)
         turns = turns & (held >= strength * left).any(1, keepdim=True)
         if together > 1:
-            turns = turns & _strongest(turned * turns, LITTLE * left, together)
+            given = turned * turns * self._given_by_standing()
+            turns = turns & _strongest(given, LITTLE * left, together)
         rest = standing.shape[-1] - 2 * len(self.inv_freq)
         turns = torch.nn.functional.pad(_by_channel(turns, self.interleaved), (0, rest))
         return standing.masked_fill(turns, 0), turning.masked_fill(~turns, 0)

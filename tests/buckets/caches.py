@@ -176,8 +176,8 @@ class Turning(NamedTuple):
 
 def turning(rows: int, heads: int, dim: int, device: torch.device, size: float = 2.0) -> Turning:
     """A random one: one pair of channels of a head holds about 200, others about `size`, and the
-    last of several heads nothing, nor do pairs that do not turn, which may be most; positions go up
-    to 100,000 and more."""
+    last of several heads nothing, nor do pairs that do not turn, which may be most, and the one;
+    positions go up to 100,000 and more."""
     partly, sparse, interleaved, start = (int(torch.randint(n, ())) for n in (2, 2, 2, 100_001))
     pairs = dim // 2 if not partly else max(dim // 8 * 3 // 2, 1)
     mean = size * torch.randn(rows, heads, 1, dim, device=device)

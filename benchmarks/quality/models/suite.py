@@ -110,7 +110,8 @@ class ModelSuite:
             found |= {f"prompts_{k}": v for k, v in text_facts(options.prompts).items()}
         found |= {
             "kv_passages": options.kv_passages, "kv_prompt": options.kv_prompt,
-            "kv_scored": options.kv_scored, "kv_long_passages": options.kv_long_passages,
+            "kv_scored": options.kv_scored, "kv_long": options.kv_long,
+            "kv_long_passages": options.kv_long_passages,
             "kv_chunk": KV_CHUNK, "sinks": caches.SINKS, "window": caches.WINDOW,
         }  # fmt: skip
         if options.calibration is not None:
@@ -176,8 +177,9 @@ class ModelSuite:
             made[:] = [row.new(self.model.config)]
             return made[0]
 
-        kept: dict[int, Reference] = self.__dict__.setdefault("_kv_references", {})
+        kept: dict[int, Reference] = self.__dict__.setdefault("_kv_reference", {})
         if prompt not in kept:
+            kept.clear()  # gigabytes
             passages = texts.natural(self.tokenizer, options.text, length * count, length)
             exact = model_forward(self.model)
             kept[prompt] = Reference(exact, passages.ids, skip=prompt, keep_bytes=2 << 30)

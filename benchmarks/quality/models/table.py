@@ -79,6 +79,9 @@ def caches(records: _Records) -> str:
     lengths = f"{settings['kv_scored']} tokens behind prompts of {settings['kv_prompt']}"
     read = f"{settings['kv_passages']} passages of {lengths}, {settings['sinks']} sinks"
     table = _table(records, "kv", "bits_per_element", f"{read}, window {settings['window']}")
+    if "` behind " in table:
+        more = _shared(records, "kv_long_passages")["kv_long_passages"]
+        table += f" Behind longer prompts: {more} passages."
     return f"{table} Measured with the [weights](weights.md#quality)."
 
 

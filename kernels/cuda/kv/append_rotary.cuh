@@ -42,7 +42,8 @@ __device__ inline float of_warp(float x) {
   return x;
 }
 
-// Decides, pair by pair, whether the mean of `count` tokens stands or turns, and writes both: [Dim] numbers each. By one
+// Decides, pair by pair, whether the mean of `count` tokens stands or turns, and writes both: [Dim] numbers each. (Weak
+// pairs are not left out to save products, as they are where the host decides.) By one
 // warp: it happens once for a row. `number(i, channel)` is that of token i, whose position is `position` + i.
 template <int Dim, class Number>
 __device__ inline void measure_means(const RotaryMean& mean, int64_t position, int count, float* standing, float* m,

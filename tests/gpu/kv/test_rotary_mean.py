@@ -68,6 +68,9 @@ OTHERS = [
     of("u3", 128, 8, mask=Mask.BOOL),
     of("u4", 256, 2, mask=Mask.FLOAT32, softcapped=True),
     of("u4", 128, 1, "paged", rows=9),
+    # Swizzled columns of several blocks: there is no room for all queries of a kv head.
+    of("cq-2", 160, 8),
+    of("cq-2", 192, 2, queries=4),
 ]
 
 

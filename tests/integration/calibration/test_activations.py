@@ -11,13 +11,16 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     BertConfig,
     LlamaConfig,
+    LlamaForCausalLM,
     T5Config,
     ViTConfig,
     ViTForImageClassification,
 )
 
+import hf_vq
 from hf_vq.calibration import activations, blocks, offload
 from hf_vq.errors import VQConfigError, VQError
+from hf_vq.formats import WEIGHT_SCHEMES
 from hf_vq.hf import VQConfig
 from hf_vq.hf.quantizer import logger
 from tests.fixtures.calibration import logits, written
@@ -26,6 +29,10 @@ from tests.fixtures.tiny_models import CONFIGS, tokens
 LOAD = AutoModelForCausalLM.from_pretrained
 pytestmark = pytest.mark.filterwarnings("ignore:vq-3 loses much quality")
 MASSIVE = 7  # a channel of the MLP
+WIDE = {
+    "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "max_position_embeddings": 128, "bos_token_id": 0,
+}  # fmt: skip
 
 
 def load(folder, scheme="vq-3", **options):
@@ -135,8 +142,31 @@ def test_a_text_is_read(dense, tmp_path, monkeypatch):
     about = found.provenance["activations"]
     assert about["text"] == "text.txt" and about["tokens"] == 2048
     assert str(tmp_path) not in json.dumps(found.to_dict())
+    monkeypatch.setattr(activations, "TOKENS", 1024)
+    monkeypatch.setattr(activations, "MOST_TOKENS", 4096)
+    monkeypatch.setattr(activations, "_AT_ONCE", 16)
+    for wide, read in ((2048, 2048), (4096, 1024)):  # the text has 2,610: too few for the second
+        given = WIDE | {"intermediate_size": wide}
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**given), dtype=torch.float32)
+        hf_vq.quantize_model(model, VQConfig("vq-4", activations=text))
+        about = model.config.quantization_config.provenance["activations"]
+        assert about["tokens"] == read
     with pytest.raises(VQError, match="no file"):
         load(dense("llama"), activations=str(tmp_path / "nothing.txt"))
+
+
+@pytest.mark.parametrize(("wide", "read"), [(64, 1024), (2048, 2048), (2100, 2080), (8192, 4096)])
+def test_wide_layers_are_judged_by_more_tokens(wide, read, monkeypatch):
+    """As many tokens as the widest layer has inputs, in whole batches of both halves."""
+    monkeypatch.setattr(activations, "TOKENS", 1024)
+    monkeypatch.setattr(activations, "_AT_ONCE", 16)
+    model = LlamaForCausalLM(LlamaConfig(**WIDE, intermediate_size=wide))
+    scheme = WEIGHT_SCHEMES["vq-4"]
+    names = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and "mlp" in n]
+    found = activations.ActivationPass(
+        model, dict.fromkeys(names, scheme), VQConfig("vq-4", activations="random")
+    )
+    assert found.tokens == read
 
 
 def test_not_together_with_calibration():

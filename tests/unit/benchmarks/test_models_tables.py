@@ -76,6 +76,19 @@ def test_caches_say_what_was_scored(both):
     shown = models.caches(both)
     assert "| `u4` | 4.12-4.25 | 0.00310 | 0.000700 |" in shown
     assert "8 passages of 128 tokens behind prompts of 256, 4 sinks, window 64" in shown
+    assert "longer prompts" not in shown
+    for one in both:
+        one["settings"]["kv_long_passages"] = 3
+        rows = one["results"]["rows"]
+        rows += [{**rows[0], "length": 4096, "kld": 0.5}, row("kv", "u4-window-0", 0.02, 4.25)]
+    shown = models.caches(both)
+    assert "| `u4` behind 4,096 | 4.12-4.25 | 0.500 | 0.500 |" in shown
+    assert "| `u4` | 4.12-4.25 | 0.00310 | 0.000700 |" in shown
+    assert "| `u4-window-0` | 4.25 | 0.0200 | 0.0200 |" in shown
+    assert "Behind longer prompts: 3 passages." in shown
+    both[0]["settings"]["kv_long_passages"] = 4
+    with pytest.raises(VQError, match="differ in kv_long_passages"):
+        models.caches(both)
 
 
 def test_columns_of_unlike_texts_are_refused(both):

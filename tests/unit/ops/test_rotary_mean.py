@@ -84,6 +84,19 @@ def test_the_weakest_pairs_stand_where_that_saves_a_product() -> None:
     assert not (standing * turning).any()
 
 
+@pytest.mark.parametrize(("pair", "stands"), [(3, True), (DIM // 2 - 1, False)])
+def test_what_a_pair_may_give_far_from_here_counts(pair: int, stands: bool) -> None:
+    """A slow pair that stands is right where it was measured; half a turn on, its mean is of the
+    other sign, four times the energy."""
+    generator = torch.Generator().manual_seed(3)
+    mean, positions = torch.zeros(1, 1, 1, DIM), torch.arange(512)
+    mean[..., [1, 2]], mean[..., pair] = 40.0, (2 * DIM) ** 0.5  # twice the noise
+    noise = torch.randn(1, 1, 512, DIM, generator=generator)
+    keys = rotated(mean + noise, INV_FREQ, False, positions)
+    turning = measure_means(keys, positions, INV_FREQ, False, together=2)[1]
+    assert bool(turning[..., pair] == 0) == stands and bool((turning[..., [1, 2]] != 0).all())
+
+
 @pytest.mark.parametrize("tokens", [1, 2, 5, 28, 512, 5000])
 def test_nothing_turns_where_nothing_is_gained(tokens: int) -> None:
     """Then the mean is that of the keys, bit for bit."""

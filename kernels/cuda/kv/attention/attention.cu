@@ -328,7 +328,7 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm)
           turning = rotary.logits(found, lane), found = (found + 1) % Rotary::steps;
         }
       Step::wait(slot, turn);
-      if (!Plan::bulk) __syncwarp();  // what others copied is there
+      if constexpr (!Plan::bulk) __syncwarp();  // what others copied is there
       Logits s[Plan::step_tiles];
       OfValue by[Plan::step_tiles][2];
       typename Sums::Weights weights[Plan::step_tiles];

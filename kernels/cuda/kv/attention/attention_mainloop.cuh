@@ -159,7 +159,7 @@ struct Step {
     if constexpr (!Plan::bulk) commit_copies();
   }
 
-  // Wait until the next buffer is full. `turn`: parity of the rounds over all buffers.
+  // Wait until the next buffer is full, after this step's `commit`. `turn`: parity of the rounds over all buffers.
   __device__ static void wait(uint32_t slot, uint32_t turn) {
     if constexpr (Plan::bulk) barrier_wait(slot + barrier_at, turn);
     else wait_for_copies<Plan::pipeline_depth - 1>();

@@ -55,10 +55,10 @@ struct Rotary {
     if constexpr (Plan::rotary > 0) load_shared<4>(base, &used);
   }
 
-  // What `find` reads, by the first `warps` warps: the table; A and B of the queries from column `first` on. `meanwhile` is
+  // What `find` reads, by the first `preparing` warps: the table; A and B of the queries from column `first` on. `meanwhile` is
   // between loads and their use.
   template <class Body>
-  __device__ static void stage(const Arguments& arguments, int row_of_batch, int kv_head, int first, char* shared, int warps,
+  __device__ static void stage(const Arguments& arguments, int row_of_batch, int kv_head, int first, char* shared, int preparing,
                                const Body& meanwhile) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const RotaryMean& mean = rotary_of(arguments);
@@ -109,7 +109,7 @@ struct Rotary {
     for (int i = 0; i < each; ++i)
       if (place_of[i] >= 0) keep(place_of[i], turns_of(inv_freq[i]));
 
-    for (int column = warp; column < queries; column += warps) {
+    for (int column = warp; column < queries; column += preparing) {
       if (column != warp) load(column);
       float A[each], B[each], most = 0.0f;
 #pragma unroll
@@ -132,9 +132,9 @@ struct Rotary {
     }
 
     __syncwarp();  // its turns are there
-    const int busy = used == 1 && queries < warps ? queries : 0;  // warps that leave a small table to the others
+    const int busy = used == 1 && queries < preparing ? queries : 0;  // warps that leave a small table to the others
     const int begin = threadIdx.x - 32 * busy, end = warp < busy ? begin : Plan::step_tiles * used * 128;
-    for (int item = begin; item < end; item += 32 * (warps - busy)) {
+    for (int item = begin; item < end; item += 32 * (preparing - busy)) {
       const int at = item % 4, g = item / 16 % 8, t = item / 4 % 4, tile = item / 128 % Plan::step_tiles;
       const int product = item / (128 * Plan::step_tiles), token = Step::of_row(g, at % 2, tile);
       const int64_t twice = apart + 2 * token - tokens_of_step + 1;

@@ -7,6 +7,7 @@ import pytest
 from hf_vq.codegen.__main__ import main
 from hf_vq.codegen.attention_plan import Mask
 from hf_vq.codegen.families.kv_attention import SHORT, attendable, choose, misfit, splits
+from hf_vq.codegen.jit import compiler
 from hf_vq.codegen.jit.device import ARCHES
 from hf_vq.codegen.plan import Dtype
 from hf_vq.formats import KV_SCHEMES
@@ -106,6 +107,28 @@ def test_memory_of_a_rotary_mean():
     plain, turning = (choose(problem(rotary=rotary)) for rotary in (False, True))
     assert plain.rotary_bytes == 0 < turning.rotary_bytes
     assert turning.shared_bytes - plain.shared_bytes == turning.rotary_bytes
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_memory_of_a_rotary_mean_is_what_the_kernel_lays_out(monkeypatch):
+    """With two pairs of steps, one, swizzled columns, several tiles of queries, odd sizes."""
+    text = compiler.template
+    asked = [
+        problem("u4", columns=4, rotary=True),
+        problem("u4", "sm_86", columns=4, rotary=True),
+        problem("cq-2", dim=192, columns=2, rotary=True),
+        problem("cq-4", columns=1, rotary=True),
+        problem("u3", dim=80, columns=20, rotary=True),
+        problem("u2", dim=48, columns=8, rotary=True),
+    ]
+    plans = [choose(one) for one in asked]
+    assert {plan.rotary for plan in plans} == {1, 2}
+    assert {plan.swizzle_orders > 1 for plan in plans} == {plan.query_tiles > 1 for plan in plans}
+    for plan, one in zip(plans, asked, strict=True):
+        laid_out = f'static_assert(Rotary::bytes == {plan.rotary_bytes}, "laid out");'
+        monkeypatch.setattr(compiler, "template", lambda p, said=laid_out: text(p) + said)
+        compiler.compile_plan(plan, one.arch.name)
 
 
 def test_explain_names_the_choice(capsys):
