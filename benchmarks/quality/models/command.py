@@ -91,7 +91,7 @@ def measure(args: argparse.Namespace) -> int:
         rows = sorted(
             recorder.record["results"]["rows"], key=lambda row: order.index(suite.row_name(row))
         )
-        recorder.finish(one.settings, {"perplexity": one.perplexities(), "rows": rows})
+        recorder.finish(one.settings, {"perplexity": one.perplexities(rows), "rows": rows})
         print(f"wrote {path}")
     return 0
 

@@ -207,10 +207,10 @@ class ModelSuite:
         )
         yield {"what": "passkey", "name": which, "length": int(length), **found}
 
-    def perplexities(self) -> dict[str, float]:
-        """The original's perplexity on the texts that rows of weights were measured on."""
-        kept: dict[str, Reference] = self.__dict__.get("_references", {})
-        return {name: reference.perplexity for name, reference in kept.items()}
+    def perplexities(self, rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+        """The original's perplexity on the texts that rows were measured on, now or before."""
+        read = {row.get("on") for row in rows}
+        return {p.name: self._reference(p).perplexity for p in self.passages if p.name in read}
 
 
 def row_name(row: dict[str, Any]) -> str:

@@ -135,8 +135,13 @@ def _shared(records: _Records, *keys: str) -> dict[str, Any]:
 
 
 def _of_all_rows(record: dict[str, Any]) -> dict[str, Any]:
-    """The same without the names of rows in its command: two dots, as the table shows them."""
-    return {**record, "command": re.sub(r" --rows( [a-z][^ ]*)+", " --rows ..", record["command"])}
+    """The same without the names of rows in its command: two dots, as the table shows them; and
+    without options that only rows have which not all records have."""
+    command = re.sub(r" --rows( [a-z][^ ]*)+", " --rows ..", record["command"])
+    return {
+        **record,
+        "command": re.sub(r" --(calibration|calibration-tokens|ggml) [^ ]+", "", command),
+    }
 
 
 def _cell(row: dict[str, Any]) -> str:

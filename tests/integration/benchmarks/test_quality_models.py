@@ -42,9 +42,10 @@ def test_rows_are_recorded_and_taken_up(tiny_model, eval_text, tmp_path, capsys,
     assert rows[5]["on"] == "text"
     capsys.readouterr()
     monkeypatch.setattr(suite.ModelSuite, "_cache", lambda *_: pytest.fail("measured again"))
-    _, again = run(tiny_model, eval_text, tmp_path, "--rows", *ROWS, "--resume")
+    taken_up, again = run(tiny_model, eval_text, tmp_path, "--rows", *ROWS, "--resume")
     assert "1 of 1 rows" in capsys.readouterr().out, "the row that failed is tried again"
     assert again == rows
+    assert taken_up["results"] == head["results"] and head["results"]["perplexity"]["text"] > 1
 
 
 def test_other_texts_or_revisions_are_measured_anew(tiny_model, eval_text, tmp_path, capsys):

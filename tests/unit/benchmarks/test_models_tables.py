@@ -20,7 +20,8 @@ def record(model, rows):
         "model": model, "text": "a.txt", "text_tokens": 4096, "text_context": 512,
         "kv_passages": 8, "kv_prompt": 256, "kv_scored": 128, "sinks": 4, "window": 64,
     }  # fmt: skip
-    rows_of = f"--rows weights:* kv:u{len(rows)} --tokens 4096"  # each has other ones
+    learn = "--calibration TEXT --ggml GGML_DIR " * (len(rows) > 4)
+    rows_of = f"{learn}--rows weights:* kv:u{len(rows)} --tokens 4096"  # each has other ones
     command = f"python -m benchmarks quality-models MODEL_DIR --text TEXT {rows_of}"
     return make_record("quality-models", command, settings, {"rows": rows}, "abcdef0123")
 
