@@ -200,7 +200,7 @@ def registers(plan: AttentionPlan) -> int:
     sums = 4 * plan.value_words * plan.query_tiles
     if plan.key_learned or plan.value_learned:
         mixed = plan.key_learned != plan.value_learned
-        sums += 16 + 8 * (plan.swizzle_orders == 4 or mixed)  # the orders of a lane's groups
+        sums += 16 + 8 * (plan.swizzle_orders >= 4 or mixed)  # the orders of a lane's groups
     if any(len(parts(dim)) > 1 for dim in (plan.key_dim, plan.value_dim)):
         sums += 16  # addresses of both parts
     if plan.numbers > 1:
