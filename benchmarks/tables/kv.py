@@ -46,7 +46,7 @@ def _key(name: str, row: dict[str, Any]) -> tuple[str, int, int, int, int]:
 
 
 def rotary(rows: _Rows) -> str:
-    """What a rotary mean adds to the time of attention, by scheme."""
+    """Time of attention with a rotary mean against that without, of each scheme."""
     rows = [row for row in rows if row["what"] == "rotary"]
     names = dict.fromkeys(row["name"] for row in rows)
     turning = {"rotary mean": "all 64", "rotary mean of zeros": "none"}
