@@ -49,7 +49,7 @@ def rotary(rows: _Rows) -> str:
     """Time of attention with a rotary mean against that without, of each scheme."""
     rows = [row for row in rows if row["what"] == "rotary"]
     names = dict.fromkeys(row["name"] for row in rows)
-    turning = {"rotary mean": "all 64", "rotary mean of zeros": "none"}
+    turning = {"rotary mean": "all", "rotary mean of zeros": "none"}
     return markdown_table(
         ["pairs of channels that turn", *(f"`{name}`" for name in names)],
         [

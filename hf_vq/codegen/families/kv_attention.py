@@ -213,11 +213,12 @@ def registers(plan: AttentionPlan) -> int:
         plan.value_vector_size * plan.value_fused,
     ):
         queries += 8  # entries of two registers are taken apart
-    many = not plan.paired or plan.key_dim > 128 or plan.key_entry_bits == 6  # codes in two words
+    # Codes of six bits lie across two words.
+    more = not plan.paired or plan.key_dim > 128 or plan.key_entry_bits == 6
     return (
         _REGISTERS + sums + queries + 20 * (plan.step_tiles - 1) * plan.query_tiles
         + 8 * (plan.mask is not Mask.NONE) + 4 * plan.softcapped + 24 * (not plan.bulk)
-        + (24 if many else 16) * (plan.rotary > 0)
+        + (24 if more else 16) * (plan.rotary > 0)
     )  # fmt: skip
 
 
