@@ -157,6 +157,12 @@ def test_paths_are_really_collected():
     assert linked(contributing)
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_no_table_lost_its_rows(page):
+    """A record that is made anew without some rows leaves a sentence where a table was."""
+    assert "Not measured: `python" not in page.read_text(encoding="utf-8")
+
+
 def test_a_page_has_the_table_of_variables():
     text = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
     assert env.table() in text, "run `python -m benchmarks tables`"
