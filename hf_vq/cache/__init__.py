@@ -1,6 +1,7 @@
 """The KV cache as codes: `VQCache`, its layers, and what they hand to attention."""
 
 from .codebooks import KVCodebooks
+from .key_means import see_queries
 from .layer import VQCacheLayer
 from .lazy_kv import CompiledKV, LazyKV, attend, is_coded
 from .sliding_layer import VQSlidingCacheLayer
@@ -17,4 +18,5 @@ __all__ = [
     "VQStaticLayer",
     "attend",
     "is_coded",
+    "see_queries",
 ]

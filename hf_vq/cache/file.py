@@ -2,6 +2,7 @@
 
 layers.<i>.{k,v}_{codes,scale,tail,sinks}, layers.<i>.k_mean      coded layers, live tokens only
 layers.<i>.k_rotary_mean, layers.<i>.k_inv_freq                   of keys that turn; version 2
+layers.<i>.k_smoothing                                            smoothed; version 3
 layers.<i>.keys, layers.<i>.values                                layers in the model's dtype
 codebook.key, codebook.value                                      what the codes mean: universal,
 codebook.<i>.key, codebook.<i>.value                              of layers with their own schemes,
@@ -21,6 +22,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ..errors import VQCacheError, VQError, VQFormatError, shown
 from ..formats.catalog import Allocation
+from ..transforms.key_smoothing import MOST
 from . import safetensors_file
 from .codebooks import SINKS, KVCodebooks, described, learned, scheme_in
 from .key_means import Rotary
@@ -33,13 +35,14 @@ from .static_layer import VQStaticLayer
 if TYPE_CHECKING:
     from .vq_cache import VQCache
 
-FORMAT_VERSION = 2
-"""Where no key turns, a file is of version 1."""
+FORMAT_VERSION = 3
+"""Where no key is smoothed, a file is of version 2; where none turns either, of version 1."""
 MOST_SINKS = 1 << 16
 """Of a cache that is read: those of an empty one are allocated by its first update."""
 KEY = "hf_vq_cache"
 _LEARNED = "codebooks."
 _LEARNED_SINKS = "codebooks_sinks"  # of the codebooks; "sinks" are the cache's
+_VERSIONS = {"k_rotary_mean": 2, "key_rotary_mean": 2, "k_smoothing": FORMAT_VERSION}
 _KINDS = {
     VQCacheLayer: "vq",
     VQStaticLayer: "vq",
@@ -64,9 +67,9 @@ def save(cache: VQCache, path: Path) -> None:
     if cache.codebooks is not None:
         tensors |= {_LEARNED + name: part for name, part in cache.codebooks.tensors().items()}
     options, books = cache.options, cache.codebooks
-    turns = any(name.endswith("rotary_mean") for name in tensors)
+    version = max([1, *(_VERSIONS.get(name.rpartition(".")[2], 1) for name in tensors)])
     description = {
-        "format_version": FORMAT_VERSION if turns else 1,
+        "format_version": version,
         **described(options.scheme),
         "sinks": options.sinks,
         "window": options.window,
@@ -135,6 +138,8 @@ def _parts(layer: VQCacheLayer) -> list[tuple[str, str, Tensor]]:
             ("k", "rotary_mean", layer.k.rotary_mean),
             ("k", "inv_freq", layer._rotary.inv_freq),
         ]
+    if layer.k.smoothing is not None:
+        parts.append(("k", "smoothing", layer.k.smoothing))
     for side, store in (("k", layer.k), ("v", layer.v)):
         parts += [
             (side, "codes", store.codes.rows()),
@@ -295,6 +300,9 @@ class _Reader:
         if layer.k.mean is not None or f"{self.prefix}k_mean" in self.tensors:
             layer.k.mean = self.take("k_mean", torch.float32, batch, heads, 1, layer.k.dim)
         self._fill_rotary_mean(layer, batch, heads)
+        layer.k.smoothing = None
+        if f"{self.prefix}k_smoothing" in self.tensors:
+            layer.k.smoothing = self._smoothing(layer, batch, heads)
         coded = None
         stores = zip("kv", (layer.k, layer.v), (tail_k, tail_v), sinks, strict=True)
         for side, store, tail, held in stores:
@@ -331,6 +339,16 @@ class _Reader:
             )
         layer.k.rotary_mean = mean
         layer._rotary = Rotary(inv_freq, interleaved)
+
+    def _smoothing(self, layer: VQCacheLayer, batch: int, heads: int) -> Tensor:
+        smoothing = self.take("k_smoothing", torch.float32, batch, heads, 1, layer.k.dim)
+        least, most = (float(x) for x in smoothing.aminmax())
+        if layer.k.mean is None or learned(layer.k.scheme) or not 1 / MOST <= least <= most <= MOST:
+            raise VQFormatError(
+                f"{self.prefix}k_smoothing of {layer.k.scheme.notation()} lies between {least} and "
+                f"{most}"
+            )
+        return smoothing
 
     def _check_codebooks(self, layer: VQCacheLayer) -> None:
         for name, store in _sides(layer):

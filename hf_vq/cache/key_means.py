@@ -1,14 +1,22 @@
-"""What a layer subtracts from its keys before they are coded: a mean, and a rotary mean.
+"""What a layer subtracts from its keys before they are coded, and multiplies them by.
 
-A constant in all keys of a head shifts all logits of a query alike, so softmax does not see it, but
-a code would have to hold it. What is constant before rotary position embeddings turns with the
-position after them (`ops.rotary_mean`). Both are decided once per row, and never change.
+    mean, rotary mean   A constant in all keys of a head shifts all logits of a query alike, so
+                        softmax does not see it, but a code would have to hold it. What is constant
+                        before rotary position embeddings turns with the position after them
+                        (`ops.rotary_mean`). Decided by keys.
+    smoothing           Channels in which queries are large have smaller errors
+                        (`transforms.key_smoothing`). Decided by keys and queries of the prompt.
+
+All are decided once per row, and never change.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+import weakref
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,8 +27,15 @@ from ..errors import VQBackendError, VQCacheError
 from ..ops.library import attention_problem
 from ..ops.reference.codes import mean_of
 from ..ops.rotary_mean import measure_means, pairs_interleave, rotated
+from ..transforms.key_smoothing import FEWEST, key_smoothing, squares
+from ..transforms.smoothing import partners
 from .kv_side import SideBuffers
 from .rotary import inverse_frequencies, least_strength, turning_together
+
+if TYPE_CHECKING:
+    from .layer import VQCacheLayer
+
+_ASKING = "_hf_vq_layer"  # attribute of the keys of a prompt
 
 
 @dataclass(frozen=True)
@@ -126,7 +141,39 @@ def rotary_of(
     return Rotary.of(config, layer, keys, known)
 
 
-def measure(
+def freeze_means(layer: VQCacheLayer, keys: Tensor, prompt: int) -> None:
+    """Decide the means of each row whose first token after the sinks is about to be encoded.
+
+    They are those of the prompt if that is longer than sinks + window, else of the first half of
+    the first window. Neither contains a candidate that can still be rejected (unless window / 2 of
+    them are in flight), so assisted decoding finds the means of greedy decoding.
+
+    Args:
+        keys: floats [B, H, n, D] of the n newest tokens.
+        prompt: tokens of the prompt, if these are all of it; else 0.
+    """
+    origin, end = layer.length - keys.shape[2], layer.length - layer.window
+    for row, (rows, start) in enumerate(_rows(layer)):
+        first = max(start + layer.sinks, origin)
+        if layer._frozen[row] or end <= first:
+            continue
+        last = prompt if prompt > first + layer.window else first + max(layer.window // 2, 1)
+        tokens = keys[rows, :, first - origin : last - origin]
+        if layer._rotary is not None and not any(layer._frozen):
+            layer._rotary = layer._rotary.measured(tokens, first)
+        _measure(layer.k, layer._rotary, rows, tokens, first)
+        layer._frozen[row] = True
+    layer._bound = None  # other kernels, if keys turn
+
+
+def _rows(layer: VQCacheLayer) -> list[tuple[slice, int]]:
+    """Rows of the batch that begin together, and the position of their first token."""
+    if layer._start is None:
+        return [(slice(None), 0)]
+    return [(slice(row, row + 1), start) for row, start in enumerate(layer._start)]
+
+
+def _measure(
     side: SideBuffers, rotary: Rotary | None, rows: slice, tokens: Tensor, first: int
 ) -> None:
     """Set the means of some rows.
@@ -151,6 +198,82 @@ def measure(
     after = torch.zeros_like(mean) if before is None else before.clone()
     after[rows] = turning
     side.rotary_mean = after
+
+
+def pairs_of(
+    config: PreTrainedConfig | None, layer: int, keys: Tensor, side: SideBuffers
+) -> Rotary | None:
+    """How keys turn that can be smoothed, else None: what a later position turns into another
+    channel must be known, and codes must be rotated ones, whose errors all channels share.
+
+    Args:
+        side: of the keys; the others as of `Rotary.of`.
+    """
+    scheme = side.scheme
+    shared = scheme.codebook == "universal" and scheme.rotation != "none" and side.mean is not None
+    if not shared or scheme.mode == "product" or scheme.scale_group or scheme.residuals > 1:
+        return None
+    return Rotary.of(config, layer, keys, None)
+
+
+def ask_for_queries(keys: Tensor, layer: VQCacheLayer) -> None:
+    """Ask attention over the keys of a prompt for the queries, which no update brings."""
+    if not torch.compiler.is_compiling():
+        setattr(keys, _ASKING, weakref.ref(layer))
+
+
+def see_queries(query: Tensor, keys: Tensor) -> None:
+    """Give queries [B, Hq, n, D] to the layer that asked for those of `keys` [B, H, n, D], if one
+    did."""
+    asking = getattr(keys, _ASKING, None)
+    if asking is None or torch.compiler.is_compiling():
+        return
+    delattr(keys, _ASKING)
+    layer = asking()
+    if layer is not None and query.shape[0] == keys.shape[0] and query.shape[2:] == keys.shape[2:]:
+        layer.see_queries(query, keys)
+
+
+@torch.no_grad()
+def smooth(layer: VQCacheLayer, query: Tensor, keys: Tensor) -> bool:
+    """Decide what the keys of each row are multiplied by that has FEWEST tokens behind its sinks.
+
+    Args:
+        query: [B, Hq, n, D] of the prompt.
+        keys: [B, H, n, D] of the prompt.
+
+    Returns:
+        Whether codes have to be made again.
+    """
+    side, end = layer.k, min(keys.shape[2], layer.prompt.length or keys.shape[2])
+    if layer._pairs is None or side.mean is None:
+        return False
+    factors, known = torch.ones_like(side.mean), any(layer._frozen)
+    for row, (rows, start) in enumerate(_rows(layer)):
+        first = start + layer.sinks
+        if end - first < FEWEST:
+            continue
+        tokens, asked = keys[rows, :, first:end], query[rows, :, first:end]
+        pairs = layer._rotary if known and layer._rotary else layer._pairs.measured(tokens, first)
+        if layer._frozen[row if len(layer._frozen) > 1 else 0]:
+            mean, turning = side.mean[rows], side.rotary_mean
+            turning = None if turning is None else turning[rows]
+        else:  # those that will be decided later are of fewer tokens
+            mean, turning = pairs.means(tokens, first)
+        means = mean.square() if turning is None else mean.square() + turning.square()
+        heads, partner = keys.shape[1], _partners(keys.shape[3], pairs, keys.device)
+        factors[rows] = key_smoothing(squares(asked, heads), squares(tokens, heads), means, partner)
+    side.smoothing = factors
+    return layer.coded > layer.first_code
+
+
+def _partners(head_dim: int, pairs: Rotary, device: torch.device) -> Tensor:
+    return _partner(head_dim, 2 * len(pairs.inv_freq), pairs.interleaved, device)
+
+
+@functools.lru_cache(maxsize=64)
+def _partner(head_dim: int, turning: int, interleaved: bool, device: torch.device) -> Tensor:
+    return partners(head_dim, turning, "interleaved" if interleaved else "half").to(device)
 
 
 def use_calibrated(

@@ -104,6 +104,7 @@ class SideBuffers:
         self.tail = TokenBuffer(like)
         self.sinks = like.new_zeros(batch, heads, sinks, dim)
         self.rotary_mean: Tensor | None = None  # of keys, see `key_means`; None = 0
+        self.smoothing: Tensor | None = None  # likewise; None = 1
         self.mean: Tensor | None = None
         if centred:
             self.mean = like.new_zeros(batch, heads, 1, dim, dtype=torch.float32)
@@ -162,8 +163,10 @@ class SideBuffers:
         self.codes.map(function)
         self.tail.map(function)
         self.sinks = function(self.sinks)
-        self.mean = None if self.mean is None else function(self.mean)
-        self.rotary_mean = None if self.rotary_mean is None else function(self.rotary_mean)
+        self.mean, self.rotary_mean, self.smoothing = (
+            None if of_keys is None else function(of_keys)
+            for of_keys in (self.mean, self.rotary_mean, self.smoothing)
+        )
 
     @property
     def nbytes(self) -> int:
@@ -177,8 +180,8 @@ class SideBuffers:
 
     @property
     def _fixed(self) -> int:
-        means = [mean.nbytes for mean in (self.mean, self.rotary_mean) if mean is not None]
-        return self.sinks.nbytes + sum(means)
+        of_keys = self.mean, self.rotary_mean, self.smoothing
+        return self.sinks.nbytes + sum(part.nbytes for part in of_keys if part is not None)
 
     @property
     def token_bits(self) -> int:

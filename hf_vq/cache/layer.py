@@ -9,7 +9,7 @@ A token's codes depend on the token and the frozen means of its row alone, so be
 candidates change nothing. Two things depend on how the tokens arrived:
 
     the means of the keys   of the prompt if the first update brings it whole, else of half a window
-                            (`_freeze_means`); calibrated ones depend on nothing
+                            (`key_means.freeze_means`); calibrated ones depend on nothing
     a query's own update    is read as floats even beyond the window, so updates of more than
                             `window` tokens (a prompt, large chunks, more than window - 1
                             candidates) read more floats than token by token
@@ -35,7 +35,16 @@ from ..ops import KVCacheView, KVSide, kv_append
 from ..ops.kv_ops import BoundKV, bound_to
 from ..ops.layout import layouts_for
 from .codebooks import codebook_for
-from .key_means import Calibrated, Rotary, measure, rotary_of, use_calibrated
+from .key_means import (
+    Calibrated,
+    Rotary,
+    ask_for_queries,
+    freeze_means,
+    pairs_of,
+    rotary_of,
+    smooth,
+    use_calibrated,
+)
 from .kv_side import LOOKED_AT, SideBuffers, check_head_dim, problem_with
 from .lazy_kv import KEY, VALUE, KVUpdate, LazyKV
 from .prompt import Prompt
@@ -106,6 +115,7 @@ class VQCacheLayer(CacheLayerMixin):
         self._start_tensor: Tensor | None = None
         self._bound: BoundKV | None = None
         self._rotary: Rotary | None = None
+        self._pairs: Rotary | None = None  # of keys that may be smoothed
         self._frozen: list[bool] = []
 
     def __getstate__(self) -> dict[str, Any]:
@@ -163,6 +173,7 @@ class VQCacheLayer(CacheLayerMixin):
         if centred[0]:
             of = self.options.config, self.index, key_states, (self.k, self.v), self.calibrated
             self._rotary = rotary_of(*of)
+            self._pairs = pairs_of(self.options.config, self.index, key_states, self.k)
         if self.calibrated is not None:
             use_calibrated(self.k, self.calibrated, self._rotary, self._start_tensor, self.where)
             self._frozen = [True] * len(self._frozen)
@@ -258,7 +269,7 @@ class VQCacheLayer(CacheLayerMixin):
         if leaving > 0:  # the window of the newest query
             if False in self._frozen:
                 prompt = count if before == 0 else 0
-                self._freeze_means(keys, min(prompt, self.prompt.length or prompt))
+                freeze_means(self, keys, min(prompt, self.prompt.length or prompt))
             for side in (codes, self.v.codes):
                 if side.end + leaving > side.scale.shape[2] or side.data.is_inference():
                     side.reserve(leaving)
@@ -272,8 +283,24 @@ class VQCacheLayer(CacheLayerMixin):
         result: tuple[Tensor, Tensor] = (key_states, value_states)
         if before:
             result = KVUpdate(view, self, bound).lazy()
+        elif self._pairs is not None:
+            ask_for_queries(key_states, self)
         self._trim(keys, values)
         return result
+
+    def see_queries(self, query: Tensor, keys: Tensor) -> None:
+        """Let the queries [B, Hq, n, D] of the prompt decide what its keys [B, H, n, D] are
+        multiplied by before they are coded (`key_means.smooth`), and encode them again.
+
+        Attention calls it, as an update brings no queries. It is no part of the update: whoever
+        reads codes before it does, reads right ones.
+        """
+        if self.length != keys.shape[2] or not smooth(self, query, keys):
+            return
+        with storing(self.device):
+            coded = slice(self.first_code, self.coded)
+            view = self._view(self.k.tail.view(), self.v.tail.view(), self.first_code, 0)
+            kv_append(keys[:, :, coded], self.v.tail.view()[:, :, :0], view)
 
     def _encode(
         self, keys: Tensor, values: Tensor, view: KVCacheView, leaving: int, bound: BoundKV | None
@@ -303,28 +330,6 @@ class VQCacheLayer(CacheLayerMixin):
         for name, store, floats in ("keys", self.k, keys), ("values", self.v, values):
             if (due or not store.has_scale) and not self.prompt.warned:
                 self.prompt.warned = store.warn_of_newest(floats, end, name, self.index)
-
-    def _freeze_means(self, keys: Tensor, prompt: int) -> None:
-        """Decide the means of each row whose first token after the sinks is about to be encoded.
-
-        They are those of the prompt if that is longer than sinks + window, else of the first half
-        of the first window. Neither contains a candidate that can still be rejected (unless
-        window / 2 of them are in flight), so assisted decoding finds the means of greedy decoding.
-        """
-        starts = [0] if self._start is None else self._start
-        origin, end = self.length - keys.shape[2], self.length - self.window
-        for row, start in enumerate(starts):
-            first = max(start + self.sinks, origin)
-            if self._frozen[row] or end <= first:
-                continue
-            last = prompt if prompt > first + self.window else first + max(self.window // 2, 1)
-            rows = slice(None) if self._start is None else slice(row, row + 1)
-            tokens = keys[rows, :, first - origin : last - origin]
-            if self._rotary is not None and not any(self._frozen):
-                self._rotary = self._rotary.measured(tokens, first)
-            measure(self.k, self._rotary, rows, tokens, first)
-            self._frozen[row] = True
-        self._bound = None  # other kernels, if keys turn
 
     def _trim(self, keys: Tensor, values: Tensor) -> None:
         """Forget floats that no query will read, unless a crop was announced."""
@@ -360,7 +365,7 @@ class VQCacheLayer(CacheLayerMixin):
         # By position: names cost more than all the rest.
         return KVCacheView(
             KVSide(of_k.data, of_k.scale, k.codebook, k.mean, k.sinks, keys,
-                   of_k.end + leaving - coded, k.spec, of_k.layout),
+                   of_k.end + leaving - coded, k.spec, of_k.layout, k.smoothing),
             KVSide(of_v.data, of_v.scale, v.codebook, v.mean, v.sinks, values,
                    of_v.end + leaving - coded, v.spec, of_v.layout),
             self._start_tensor, None, None, None, visible, self.window, num_new, coded, *turning,

@@ -88,6 +88,7 @@ def decoded(view: KVCacheView, which: str) -> Tensor:
     with without_autocast(recent.device):
         scale = side.scale[:, :, side.first : side.first + near]
         rows = decode_kv(codes, scale, side.codebook, scheme, side.dim)
+    rows = rows if side.smoothing is None else rows / side.smoothing
     rows = rows if side.mean is None else rows + side.mean
     if which == KEY and view.key_rotary_mean is not None:
         rows = rows + rotated_key_mean(view, torch.arange(near, device=rows.device))

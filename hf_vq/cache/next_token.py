@@ -137,7 +137,7 @@ def _side(side: SideBuffers, first: int) -> KVSide:
     codes = side.codes
     return KVSide(
         codes.data, codes.scale, side.codebook, side.mean, side.sinks, side.tail.data, first,
-        side.spec, codes.layout,
+        side.spec, codes.layout, side.smoothing,
     )  # fmt: skip
 
 

@@ -177,10 +177,12 @@ class VQStaticLayer(VQCacheLayer):
         measured = self.k.mean is not None and self.calibrated is None
         if measured and self._rotary is not None:
             self.k.rotary_mean = torch.zeros(batch, heads, 1, self.k.dim, device=self.device)
+        if self._pairs is not None:
+            self.k.smoothing = torch.ones(batch, heads, 1, self.k.dim, device=self.device)
         self._told = list(self._frozen)  # what the device knows of it
         key, value = (
             KVSide(side.codes.data, side.codes.scale[:, :, :limit], side.codebook, side.mean,
-                   side.sinks, side.tail.data, 0, side.spec, side.codes.layout)
+                   side.sinks, side.tail.data, 0, side.spec, side.codes.layout, side.smoothing)
             for side in (self.k, self.v)
         )  # fmt: skip
         self.static = KVCacheView(
@@ -244,6 +246,8 @@ class VQStaticLayer(VQCacheLayer):
             for part in (self.static.key_mean_known, self.static.key.mean, self.k.rotary_mean):
                 if part is not None:
                     part.zero_()
+        if self.k.smoothing is not None:
+            self.k.smoothing.fill_(1)
         self._set_length()
 
     def _restart(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -308,6 +312,14 @@ class VQStaticLayer(VQCacheLayer):
         if not decided and not self._may_turn(key_states):
             self._stand()
         return result
+
+    def see_queries(self, query: Tensor, keys: Tensor) -> None:
+        """As `VQCacheLayer.see_queries`."""
+        super().see_queries(query, keys)
+        of_device = self.static.key.smoothing
+        if of_device is not None and self.k.smoothing is not of_device:
+            assert self.k.smoothing is not None
+            self.k.smoothing = of_device.copy_(self.k.smoothing)
 
     def _trim(self, keys: Tensor, values: Tensor) -> None:
         for side, floats in ((self.k, keys), (self.v, values)):
@@ -391,8 +403,10 @@ class VQStaticLayer(VQCacheLayer):
             sides = [
                 part
                 for side in (static.key, static.value)
-                for part in (side.codes, side.scale, side.mean, side.sinks, side.recent)
-            ]
+                for part in (
+                    side.codes, side.scale, side.mean, side.sinks, side.recent, side.smoothing
+                )
+            ]  # fmt: skip
             others = static.cache_leftpad, static.key_mean_known, static.key_rotary_mean
             for part in (*sides, *others):
                 if part is not None:

@@ -15,7 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from ..cache import LazyKV, attend, is_coded
+from ..cache import LazyKV, attend, is_coded, see_queries
 from ..ops.reference.kv_attention import softmax
 
 NAME = "vq"
@@ -67,6 +67,8 @@ def vq_attention(
         out = attend_to_codes(query, key, value, attention_mask, scaling, causal, softcap, s_aux)
         if out is not None:
             return out, None
+    if not coded:
+        see_queries(query, key)
     if not special:
         result: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs

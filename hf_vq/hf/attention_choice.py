@@ -31,7 +31,7 @@ from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from ..cache import LazyKV, is_coded
+from ..cache import LazyKV, is_coded, see_queries
 from ..ops.library import without_autocast
 from .attention import attend_to_codes, is_causal, vq_attention
 
@@ -74,13 +74,18 @@ def _on_codes(
     """Split a call whose keys are codes: (module, query, key, value, mask), other arguments.
 
     Transformers' models pass the mask by position or by name. For any other call, and for keys that
-    are tensors, the result is None.
+    are tensors, the result is None; queries of a prompt are then shown to the layer of the cache
+    that asked for them.
     """
     if len(args) == 4 and "attention_mask" in kwargs:
         kwargs = dict(kwargs)
         args = (*args, kwargs.pop("attention_mask"))
-    coded = len(args) == 5 and is_coded(args[2])
-    return (args, kwargs) if coded else None
+    if len(args) != 5:
+        return None
+    if is_coded(args[2]):
+        return args, kwargs
+    see_queries(args[1], args[2])
+    return None
 
 
 def _sdpa(*args: Any, **kwargs: Any) -> Result:

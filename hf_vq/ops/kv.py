@@ -62,6 +62,9 @@ class KVSide(NamedTuple):
         first: index in the buffer of the token at position 0.
         scheme: spec string, how rows are encoded.
         layout: order of the codes.
+        smoothing: float32, as `mean`, positive. A row less its means is multiplied by it before it
+            is coded, and what is decoded is divided; None = 1, as it is for all values, and for
+            keys whose codebooks are learned or integers.
     """
 
     codes: Written
@@ -73,6 +76,7 @@ class KVSide(NamedTuple):
     first: int
     scheme: str
     layout: str
+    smoothing: Tensor | None = None
 
     @property
     def parsed(self) -> VQScheme:

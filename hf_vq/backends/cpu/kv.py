@@ -28,7 +28,7 @@ VECTOR_SIZES = (1, 2, 4)
 _FLOAT_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 CODES = Packed([
-    ("data scale codebook mean rotary_mean rotary_table", POINTER),
+    ("data scale codebook mean smoothing rotary_mean rotary_table", POINTER),
     ("data_stride.0 data_stride.1 scale_stride.0 scale_stride.1 mean_stride.0 mean_stride.1",
      INT64),
     ("rotary_stride.0 rotary_stride.1", INT64),
@@ -150,13 +150,15 @@ def _codes(
         turning, values = _whole(turning), rotary_table.table_of(view)
         turns, table, start = turning.stride(), values.data_ptr(), view.rotary_start - side.first
         kept += turning, values
-    codebook, mean = _whole(side.codebook), None if side.mean is None else _whole(side.mean)
-    kept += codes, codebook, mean
+    codebook = _whole(side.codebook)
+    mean, smoothing = (None if x is None else _whole(x) for x in (side.mean, side.smoothing))
+    kept += codes, codebook, mean, smoothing
     data, scales = codes.stride(), side.scale.stride()
-    means = (0, 0) if mean is None else mean.stride()
+    of_heads = smoothing if mean is None else mean
+    means = (0, 0) if of_heads is None else of_heads.stride()
     return (
         codes.data_ptr(), side.scale.data_ptr() if scheme.has_scale else 0, codebook.data_ptr(),
-        0 if mean is None else mean.data_ptr(),
+        0 if mean is None else mean.data_ptr(), 0 if smoothing is None else smoothing.data_ptr(),
         0 if turning is None else turning.data_ptr(), table,
         data[0], data[1], scales[0], scales[1], means[0], means[1], turns[0], turns[1],
         first, count, start, *_shape(scheme, side.dim, side.layout),
@@ -271,17 +273,19 @@ def bind_append(problem: dispatch.KVAppendProblem) -> dispatch.Bound | None:
     table = rotary_table.OfLayer()
 
     def run(x: Tensor, side: KVSide, at: int, view: KVCacheView) -> Tensor | None:
-        mean = side.mean
+        mean, smoothing = side.mean, side.smoothing
         done: Tensor | None = op(
-            x, none if mean is None else mean, side.codebook, side.codes, side.scale, shape,
+            x, none if mean is None else mean, none if smoothing is None else smoothing,
+            side.codebook, side.codes, side.scale, shape,
             none, none, at, 0,
         )  # fmt: skip
         return done
 
     def run_rotary(x: Tensor, side: KVSide, at: int, view: KVCacheView) -> Tensor | None:
-        mean = side.mean
+        mean, smoothing = side.mean, side.smoothing
         done: Tensor | None = op(
-            x, none if mean is None else mean, side.codebook, side.codes, side.scale, shape,
+            x, none if mean is None else mean, none if smoothing is None else smoothing,
+            side.codebook, side.codes, side.scale, shape,
             view.key_rotary_mean, table.of(view), at, view.rotary_start - side.first,
         )  # fmt: skip
         return done
@@ -305,7 +309,8 @@ def bind_attention(problem: dispatch.KVAttentionProblem) -> dispatch.Bound | Non
         key, value = view.key, view.value
         out: Tensor | None = op(
             query, key.sinks, value.sinks, key.codes, key.scale,
-            none if key.mean is None else key.mean, value.codes, value.scale, key.recent,
+            none if key.mean is None else key.mean,
+            none if key.smoothing is None else key.smoothing, value.codes, value.scale, key.recent,
             value.recent, key.codebook, value.codebook, k_shape, v_shape, none, none,
             view.max_seqlen - key.recent.shape[2], view.window, view.num_new, view.num_coded,
             key.first, value.first, 0, softmax_scale, softcap,
@@ -318,7 +323,8 @@ def bind_attention(problem: dispatch.KVAttentionProblem) -> dispatch.Bound | Non
         key, value = view.key, view.value
         out: Tensor | None = op(
             query, key.sinks, value.sinks, key.codes, key.scale,
-            none if key.mean is None else key.mean, value.codes, value.scale, key.recent,
+            none if key.mean is None else key.mean,
+            none if key.smoothing is None else key.smoothing, value.codes, value.scale, key.recent,
             value.recent, key.codebook, value.codebook, k_shape, v_shape, view.key_rotary_mean,
             table.of(view),
             view.max_seqlen - key.recent.shape[2], view.window, view.num_new, view.num_coded,

@@ -101,6 +101,7 @@ class Attention:
             side._replace(
                 codes=side.codes[row], scale=side.scale[row], sinks=side.sinks[row],
                 recent=side.recent[row], mean=None if side.mean is None else side.mean[row],
+                smoothing=None if side.smoothing is None else side.smoothing[row],
             )
             for side in self.sides
         )  # fmt: skip
@@ -112,11 +113,12 @@ class Attention:
         )
 
     def _decoded(self, side: KVSide, begin: int, end: int, dtype: torch.dtype) -> Tensor:
-        """Positions `begin` .. `end` of codes, with their means: [B, H, n, D], rotated."""
+        """Positions `begin` .. `end` of codes, with their means: [B, H, n, D], smoothed and
+        rotated."""
         rows = self.maths.decode(side, begin, end, dtype)
         if side is not self.view.key or self.view.key_rotary_mean is None:
             return rows
-        turning = self._turning(begin, end)
+        turning = smoothed(self._turning(begin, end), side)
         return (rows + self.maths.rotate(turning, side.parsed)).to(rows.dtype)
 
     def _turning(self, begin: int, end: int) -> Tensor:
@@ -131,6 +133,14 @@ class Attention:
         else:
             cos, sin = remembered(inv_freq, _first_angles, dispatch.bucket(count))
         return turned_by(first, cos[:count], sin[:count], view.rotary_interleaved)
+
+    def _unsmoothed(self, query: Tensor) -> Tensor:
+        """Queries [B, Hq, Q, D] for smoothed keys."""
+        smoothing = self.view.key.smoothing
+        if smoothing is None:
+            return query
+        grouped = query.unflatten(1, (smoothing.shape[1], -1)) / smoothing[:, :, None]
+        return grouped.flatten(1, 2).to(query.dtype)
 
     def _floats(self, side: KVSide, begin: int, end: int) -> Tensor:
         """Positions `begin` .. `end` of the floats."""
@@ -193,7 +203,7 @@ class Attention:
         pieces = list(self._pieces())
         if not pieces:
             return []
-        query = self.maths.rotate(self.query, self.view.key.parsed)
+        query = self.maths.rotate(self._unsmoothed(self.query), self.view.key.parsed)
         parts = []
         for piece in pieces:
             keys, values = (self._decoded(side, *piece, query.dtype) for side in self.sides)
@@ -215,6 +225,7 @@ class Attention:
                 wide = torch.float32 if dtype == torch.float16 else dtype
                 codes = self._decoded(side, begin, end, wide)
                 codes = self.maths.rotate(codes, side.parsed, inverse=True)
+                codes = codes if side.smoothing is None else codes / side.smoothing
                 parts.append(reference.in_dtype(codes, dtype))
             sides.append(torch.cat(parts, 2))
         mask = None
@@ -234,6 +245,11 @@ class Attention:
             else:
                 mask = mask.masked_fill(~rule, -torch.inf)
         return [self._attend(self.query, sides[0], sides[1], mask)]
+
+
+def smoothed(rows: Tensor, side: KVSide) -> Tensor:
+    """Rows [B, H, n, D] as they are coded."""
+    return rows if side.smoothing is None else rows * side.smoothing
 
 
 def _first_angles(inv_freq: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -257,7 +273,7 @@ def attention(
         return attention_reference.attention(query, view, mask, sink_logits, softmax_scale, softcap)
     keys = view.key
     if keys.mean is not None:
-        keys = keys._replace(mean=maths.rotate(keys.mean, keys.parsed))
+        keys = keys._replace(mean=maths.rotate(smoothed(keys.mean, keys), keys.parsed))
     padding: list[int] | None = [0]
     if mask is not None:
         padding = None  # a graph that is being captured cannot be waited for

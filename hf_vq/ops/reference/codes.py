@@ -293,6 +293,7 @@ def _append(x: Tensor, side: KVSide, at: int) -> None:
     scheme = side.parsed
     for part in x.split(APPEND_TOKENS, 2):
         rows = part.float() if side.mean is None else part.float() - side.mean
+        rows = rows if side.smoothing is None else rows * side.smoothing
         packed, scales = encode(rows, side.codebook, None, scheme)
         write_rows(side.codes, at, packed, scheme.entry_bits, side.layout)
         side.scale[:, :, at : at + part.shape[2]] = scales

@@ -97,6 +97,7 @@ def outside_window(side: KVSide, view: KVCacheView) -> Tensor:
     codes = to_rows(side.codes, side.first, coded, scheme.entry_bits, side.layout)
     scale = side.scale[:, :, side.first : side.first + coded]
     rows = reference.decode_rows(codes, side.codebook, scale, scheme, dim)
+    rows = rows if side.smoothing is None else rows / side.smoothing
     rows = rows if side.mean is None else rows + side.mean.float()
     if side is view.key and view.key_rotary_mean is not None:
         rows = rows + rotated_key_mean(view, torch.arange(coded, device=rows.device))

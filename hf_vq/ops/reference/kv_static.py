@@ -74,6 +74,7 @@ def _encode(side: KVSide, positions: Tensor, view: KVCacheView) -> None:
     rows = rows if side.mean is None else rows - side.mean
     if side is view.key and view.key_rotary_mean is not None:
         rows = rows - rotated_key_mean(view, positions)
+    rows = rows if side.smoothing is None else rows * side.smoothing
     new_codes, new_scale = reference.encode(rows, side.codebook, None, scheme)
     # Modulo the capacity all are different, and what is not in the buffer is written as it was.
     index = positions % capacity
@@ -126,6 +127,7 @@ def outside_window(side: KVSide, view: KVCacheView, coded: Tensor) -> Tensor:
     scheme, (batch, heads, capacity, _), slots = side.parsed, side.scale.shape, side.sinks.shape[2]
     codes = to_rows(side.codes, 0, capacity, scheme.entry_bits, side.layout)
     rows = reference.decode_rows(codes, side.codebook, side.scale, scheme, side.dim)
+    rows = rows if side.smoothing is None else rows / side.smoothing
     rows = rows if side.mean is None else rows + side.mean
     j, leftpad = torch.arange(capacity, device=codes.device), view.cache_leftpad
     if side is view.key and view.key_rotary_mean is not None:

@@ -35,14 +35,16 @@ bool floats_of(const Rows& x, int64_t batch, int64_t heads, int64_t dim, hf_vq_f
   return type >= 0 && x.sizes[0] == batch && x.sizes[1] == heads && x.sizes[3] == dim;
 }
 
-// Codes on a tape from `first` on, if the tape is that long. stack: codes, scale, codebook; mean: its place, or 0.
-bool codes_of(uint64_t data, uint64_t scales, uint64_t book, uint64_t mean, uint64_t shapes, int64_t batch,
-              int64_t heads, int64_t first, int64_t count, int64_t tokens, hf_vq_codes& codes) {
+// Codes on a tape from `first` on, if the tape is that long. stack: codes, scale, codebook; mean, smoothing: their places, or
+// 0.
+bool codes_of(uint64_t data, uint64_t scales, uint64_t book, uint64_t mean, uint64_t smoothing, uint64_t shapes,
+              int64_t batch, int64_t heads, int64_t first, int64_t count, int64_t tokens, hf_vq_codes& codes) {
   const int32_t* shape;
   Rows tape, scale;
-  Dense codebook, middle{};
+  Dense codebook, middle{}, factors{};
   if (!read_shape(shapes, shape) || !read_rows(data, tape) || !read_rows(scales, scale)) return false;
   if (!read(handle(book), codebook) || (mean != 0 && !read(handle(mean), middle))) return false;
+  if (smoothing != 0 && !read(handle(smoothing), factors)) return false;
   const int64_t x = shape[1], bits = shape[2], dim = shape[4], end = first + tokens;
   const int64_t block = dim / x * 32 * bits, entries = (shape[3] ? heads * dim : x) << bits;
   const int32_t half = torch.floats[HF_VQ_FLOAT16];
@@ -52,12 +54,15 @@ bool codes_of(uint64_t data, uint64_t scales, uint64_t book, uint64_t mean, uint
   if (tape.sizes[2] * kBlockTokens < end || codebook.numel != entries) return false;
   if (scale.sizes[0] != batch || scale.sizes[1] != heads || scale.sizes[3] > 1) return false;
   if (scaled && (scale.sizes[2] < end || scale.strides[2] != 1)) return false;
-  if (middle.numel != 0 && (middle.dtype != torch.floats[HF_VQ_FLOAT32] || middle.numel != batch * heads * dim))
-    return false;
+  const Dense* const both[] = {&middle, &factors};
+  for (const Dense* of_heads : both)
+    if (of_heads->numel != 0 && (of_heads->dtype != torch.floats[HF_VQ_FLOAT32] || of_heads->numel != batch * heads * dim))
+      return false;
   codes = {static_cast<uint8_t*>(tape.data),
            scaled ? static_cast<uint16_t*>(scale.data) : nullptr,
            static_cast<const uint16_t*>(codebook.data),
-           middle.numel != 0 ? static_cast<const float*>(middle.data) : nullptr, nullptr, nullptr,
+           middle.numel != 0 ? static_cast<const float*>(middle.data) : nullptr,
+           factors.numel != 0 ? static_cast<const float*>(factors.data) : nullptr, nullptr, nullptr,
            {tape.strides[0], tape.strides[1]}, {scale.strides[0], scale.strides[1]}, {heads * dim, dim}, {0, 0},
            first, count, 0, shape[0], shape[1], shape[2], shape[3], shape[4], shape[5]};
   return true;
@@ -88,16 +93,16 @@ float number(uint64_t value) {
   return float(found);
 }
 
-// stack: x, mean, codebook, codes, scale, shape, rotary_mean, rotary_table, at, rotary_start
+// stack: x, mean, smoothing, codebook, codes, scale, shape, rotary_mean, rotary_table, at, rotary_start
 void* append(const uint64_t* stack) {
   Rows x;
   hf_vq_floats floats;
   hf_vq_codes codes;
-  const int64_t at = int64_t(stack[8]);
+  const int64_t at = int64_t(stack[9]);
   if (!read_rows(stack[0], x) || at < 0) return nullptr;
   const int64_t batch = x.sizes[0], heads = x.sizes[1];
-  if (!codes_of(stack[3], stack[4], stack[2], stack[1], stack[5], batch, heads, 0, 0, at + x.sizes[2], codes) ||
-      !add_rotary(stack[6], stack[7], int64_t(stack[9]), batch, heads, codes) ||
+  if (!codes_of(stack[4], stack[5], stack[3], stack[1], stack[2], stack[6], batch, heads, 0, 0, at + x.sizes[2], codes) ||
+      !add_rotary(stack[7], stack[8], int64_t(stack[10]), batch, heads, codes) ||
       !floats_of(x, batch, heads, codes.dim, floats) || hf_vq_append(&codes, &floats, batch, heads, at) != HF_VQ_OK)
     return nullptr;
   void *done, *data;
@@ -105,24 +110,24 @@ void* append(const uint64_t* stack) {
   return empty_like(none, 0, torch.cpu, 0, &done, &data) ? done : nullptr;
 }
 
-// stack: query, sink_k, sink_v, k_codes, k_scale, k_mean, v_codes, v_scale, tail_k, tail_v, codebook_k, codebook_v,
-// k_shape, v_shape, rotary_mean, rotary_table, tail_start, window, fresh, coded, k_first, v_first, rotary_start, scaling,
-// softcap
+// stack: query, sink_k, sink_v, k_codes, k_scale, k_mean, k_smoothing, v_codes, v_scale, tail_k, tail_v, codebook_k,
+// codebook_v, k_shape, v_shape, rotary_mean, rotary_table, tail_start, window, fresh, coded, k_first, v_first, rotary_start,
+// scaling, softcap
 void* attention(const uint64_t* stack) {
   Rows query, sink_k, sink_v, tail_k, tail_v;
   if (!read_rows(stack[0], query) || !read_rows(stack[1], sink_k) || !read_rows(stack[2], sink_v) ||
-      !read_rows(stack[8], tail_k) || !read_rows(stack[9], tail_v))
+      !read_rows(stack[9], tail_k) || !read_rows(stack[10], tail_v))
     return nullptr;
   const int64_t batch = query.sizes[0], heads = tail_k.sizes[1], queries = query.sizes[2];
-  const int64_t tail_start = int64_t(stack[16]), coded = int64_t(stack[19]);
+  const int64_t tail_start = int64_t(stack[17]), coded = int64_t(stack[20]);
   hf_vq_attention_step step{};
   if (heads < 1 || query.sizes[1] % heads != 0 || query.numel == 0 || tail_start < 0 ||
       sink_k.sizes[2] != sink_v.sizes[2] || tail_k.sizes[2] != tail_v.sizes[2])
     return nullptr;
-  if (!codes_of(stack[3], stack[4], stack[10], stack[5], stack[12], batch, heads, int64_t(stack[20]), coded, coded,
-                step.k) ||
-      !codes_of(stack[6], stack[7], stack[11], 0, stack[13], batch, heads, int64_t(stack[21]), coded, coded, step.v) ||
-      !add_rotary(stack[14], stack[15], int64_t(stack[22]), batch, heads, step.k))
+  if (!codes_of(stack[3], stack[4], stack[11], stack[5], stack[6], stack[13], batch, heads, int64_t(stack[21]), coded,
+                coded, step.k) ||
+      !codes_of(stack[7], stack[8], stack[12], 0, 0, stack[14], batch, heads, int64_t(stack[22]), coded, coded, step.v) ||
+      !add_rotary(stack[15], stack[16], int64_t(stack[23]), batch, heads, step.k))
     return nullptr;
   const int64_t dim = step.k.dim, value_dim = step.v.dim;
   if (!floats_of(sink_k, batch, heads, dim, step.sink_k) || !floats_of(sink_v, batch, heads, value_dim, step.sink_v) ||
@@ -137,10 +142,10 @@ void* attention(const uint64_t* stack) {
   step.group = query.sizes[1] / heads;
   step.queries = queries;
   step.tail_start = tail_start;
-  step.window = int64_t(stack[17]);
-  step.fresh = int64_t(stack[18]);
-  step.scaling = number(stack[23]);
-  step.softcap = number(stack[24]);
+  step.window = int64_t(stack[18]);
+  step.fresh = int64_t(stack[19]);
+  step.scaling = number(stack[24]);
+  step.softcap = number(stack[25]);
   void* out;
   if (!empty_like(query, value_dim, torch.cpu, 0, &out, &step.out)) return nullptr;
   if (hf_vq_attention(&step) == HF_VQ_OK) return out;
@@ -151,6 +156,6 @@ void* attention(const uint64_t* stack) {
 }  // namespace
 }  // namespace hf_vq
 
-void hf_vq_torch_append(uint64_t* stack, uint64_t, uint64_t) { hf_vq::answer(stack, 8, hf_vq::append(stack)); }
+void hf_vq_torch_append(uint64_t* stack, uint64_t, uint64_t) { hf_vq::answer(stack, 9, hf_vq::append(stack)); }
 
-void hf_vq_torch_attention(uint64_t* stack, uint64_t, uint64_t) { hf_vq::answer(stack, 16, hf_vq::attention(stack)); }
+void hf_vq_torch_attention(uint64_t* stack, uint64_t, uint64_t) { hf_vq::answer(stack, 17, hf_vq::attention(stack)); }

@@ -3,7 +3,7 @@
 //
 //   u = R (x - mean)    codes of u / rms(u)    scale = |u|^2 / <u, chosen entries>, 65504 at most
 //
-// A rotary mean R_n m is added to the mean, row by row.
+// A rotary mean R_n m is added to the mean, row by row. What is left is multiplied by `smoothing`.
 //
 // If the sum of squares of a finite row overflows, the row is read again, scaled by a power of two; no code changes.
 //
@@ -46,6 +46,7 @@ struct Piece {
   int first = 0, last = 0;
   int64_t from[kTogether];        // the row's first number in x
   const float* mean[kTogether];
+  const float* smoothing[kTogether];  // null without one
   alignas(64) float number[kDim * kTogether];  // [dim][lane], u / root
   alignas(64) float energy[kTogether], rms[kTogether], factor[kTogether];
   alignas(64) float unit[kTogether];  // scale of the numbers: 1, or kGrow in a row that was read again
@@ -71,6 +72,8 @@ inline void add_row(const Append& job, int64_t batch, int64_t head, int64_t t, P
     add_turned(table, turn, mean, m, codes.dim, to);
     mean = to;
   }
+  piece.smoothing[piece.last] =
+      codes.smoothing == nullptr ? nullptr : codes.smoothing + batch * codes.mean_stride[0] + head * codes.mean_stride[1];
   piece.mean[piece.last++] = mean;
 }
 
@@ -87,7 +90,7 @@ inline void read_shrunk(const Append& job, Piece& piece, int lane) {
   float u[kDim], energy = 0.0f;
   read_floats(job.x.data, job.x.dtype, piece.from[lane], dim, u);
   for (int i = 0; i < dim; ++i) {
-    u[i] = (u[i] - piece.mean[lane][i]) * kShrink;
+    u[i] = (u[i] - piece.mean[lane][i]) * kShrink * (piece.smoothing[lane] == nullptr ? 1.0f : piece.smoothing[lane][i]);
     energy += u[i] * u[i];
   }
   for (int half = 1; half < block; half *= 2)
@@ -106,13 +109,14 @@ inline void read_shrunk(const Append& job, Piece& piece, int lane) {
   piece.unit[lane] = kGrow;
 }
 
-// u = R (x - mean), across the lanes; a rotation keeps |x - mean|.
+// u = R s (x - mean), across the lanes; a rotation keeps |s (x - mean)|.
 template <int Dtype> void read_piece(const Append& job, Piece& piece) {
   const int dim = job.codes.dim, block = job.codes.block;
   for (int lane = 0; lane < kTogether; ++lane) {
     if (lane >= piece.first && lane < piece.last) continue;
     piece.from[lane] = piece.from[piece.first];
     piece.mean[lane] = piece.mean[piece.first];
+    piece.smoothing[lane] = piece.smoothing[piece.first];
   }
   const Floats root = splat(inverse_root(block));
   Floats energy[kParts];
@@ -122,6 +126,7 @@ template <int Dtype> void read_piece(const Append& job, Piece& piece) {
     for (int part = 0; part < kParts; ++part) {
       const int64_t* from = piece.from + part * kFloats;
       const float* const* mean = piece.mean + part * kFloats;
+      const float* const* smoothing = piece.smoothing + part * kFloats;
       Floats v[kFloats];
       if (i + kFloats <= dim) {
         for (int k = 0; k < kFloats; ++k) v[k] = load_floats<Dtype>(job.x.data, from[k] + i) - load(mean[k] + i);
@@ -129,6 +134,9 @@ template <int Dtype> void read_piece(const Append& job, Piece& piece) {
         for (int k = 0; k < kFloats; ++k)
           v[k] = load_some(job.x.data, Dtype, from[k] + i, dim - i) - load_some(mean[k], HF_VQ_FLOAT32, i, dim - i);
       }
+      if (job.codes.smoothing != nullptr)
+        for (int k = 0; k < kFloats; ++k)
+          v[k] = v[k] * (i + kFloats <= dim ? load(smoothing[k] + i) : load_some(smoothing[k], HF_VQ_FLOAT32, i, dim - i));
       transpose(v);
       Floats sums[4];
       for (int k = 0; k < kFloats; ++k) sums[k % 4] = k < 4 ? v[k] * v[k] : fma(v[k], v[k], sums[k % 4]);

@@ -137,6 +137,10 @@ inline void open_row(const Step& step, const Place& place, const Desk& desk, int
   }
   float rotated[kDim];
   memcpy(rotated, row.query, size_t(k.dim) * 4);
+  if (k.smoothing != nullptr) {
+    const float* smoothing = k.smoothing + place.batch * k.mean_stride[0] + place.head * k.mean_stride[1];
+    for (int i = 0; i < k.dim; ++i) rotated[i] /= smoothing[i];
+  }
   hadamard_blocks(rotated, k.dim, k.block);
   if (learned(k)) {
     const int vectors = k.dim / k.x, entries = 1 << k.bits;

@@ -15,6 +15,7 @@
 struct Arguments {
   const char* x;             // of Plan::dtype
   const float* mean;         // [batch, heads, dim]; not read unless Plan::centred
+  const float* smoothing;    // likewise, or null; strides as of `mean`
   const uint16_t* codebook;  // fp16 [entries, x], or [heads, vectors, entries, x]; not read for integers
   const uint32_t* lists;     // of the grid
   uint8_t* codes;            // of the first token that is written; with pages, of the first page
@@ -34,7 +35,7 @@ constexpr int warps = Plan::threads / 32, page_tokens = Plan::page ? Plan::page 
 // Addresses of the head of a block.
 struct Place {
   const char* x;
-  const float* mean;
+  const float *mean, *smoothing;
   uint8_t* codes;
   uint16_t* scale;
   const Arguments& a;
@@ -42,7 +43,9 @@ struct Place {
 
   __device__ Place(const Arguments& a, int pair) : a(a), batch(pair / a.heads), head(pair % a.heads) {
     x = a.x + batch * a.x_batch + head * a.x_head;
-    mean = Plan::centred ? a.mean + batch * a.mean_batch + head * a.mean_head : nullptr;
+    const int64_t of_head = batch * a.mean_batch + head * a.mean_head;
+    mean = Plan::centred ? a.mean + of_head : nullptr;
+    smoothing = Plan::centred && a.smoothing ? a.smoothing + of_head : nullptr;
     codes = a.codes + batch * a.codes_batch + head * a.codes_head;
     scale = a.scale + batch * a.scale_batch + head * a.scale_head;
   }
@@ -70,7 +73,7 @@ __device__ inline void universal(const Arguments& a, uint32_t* shared) {
   const auto next = [&] {
     Mine row;
     const int token = base + team % teams;
-    row.template load<Plan::dtype, Plan::aligned, Plan::centred>(place.x + token * a.x_token, place.mean,
+    row.template load<Plan::dtype, Plan::aligned, Plan::centred>(place.x + token * a.x_token, place.mean, place.smoothing,
                                                                  place.turned(token), token < a.tokens);
     return row;
   };

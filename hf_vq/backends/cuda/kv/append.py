@@ -40,6 +40,7 @@ class AppendArguments(ctypes.Structure):
     _fields_ = [
         ("x", ctypes.c_void_p),
         ("mean", ctypes.c_void_p),
+        ("smoothing", ctypes.c_void_p),
         ("codebook", ctypes.c_void_p),
         ("lists", ctypes.c_void_p),
         ("codes", ctypes.c_void_p),
@@ -162,6 +163,7 @@ class _Shapes(NamedTuple):
     aligned: bool
     grid: bool
     rotary: bool
+    smoothing: torch.Size | None
 
 
 @functools.lru_cache(maxsize=4096)  # every layer asks this twice for every token
@@ -201,6 +203,7 @@ def _check(shapes: _Shapes, scheme: VQScheme) -> None:
         or shapes.scale != (batch, heads, room if scales else shapes.scale[2], scales)
         or shapes.codebook != (*books, scheme.entries, scheme.vector_size)
         or shapes.mean not in (None, (batch, heads, 1, dim))
+        or (shapes.smoothing is not None and (shapes.smoothing != shapes.mean or not scales))
     ):
         raise VQFormatError(
             f"{list(shapes.x)} numbers as {scheme.spec()} do not go to codes {list(shapes.codes)} "
@@ -239,22 +242,37 @@ def append(
             _append_paged(x, side, slot_mapping)
 
 
+def mean_and_smoothing(side: KVSide) -> tuple[Tensor | None, Tensor | None]:
+    """What rows lose and are multiplied by, as kernels read them: with the same strides."""
+    mean, smoothing = side.mean, side.smoothing
+    if mean is not None and (mean.stride(3) != 1 or mean.data_ptr() % _ALIGNED):
+        mean = mean.clone(memory_format=torch.contiguous_format)
+    if smoothing is None:
+        return mean, None
+    if mean is None:
+        raise VQFormatError("smoothed rows need a mean, if only of zeros.")
+    if smoothing.stride() != mean.stride() or smoothing.data_ptr() % _ALIGNED:
+        mean, smoothing = (
+            x.clone(memory_format=torch.contiguous_format) for x in (mean, smoothing)
+        )
+    return mean, smoothing
+
+
 def _append(x: Tensor, side: KVSide, at: int, rotary: dict[str, Any]) -> None:
     """Encode `x` to tokens `at`, `at` + 1, ... of a buffer in rows.
 
     Args:
         rotary: members of `RotaryAppendArguments`, of keys with a rotary mean.
     """
-    codes, scale, mean, scheme = side.codes, side.scale, side.mean, side.parsed
-    if mean is not None and (mean.stride(3) != 1 or mean.data_ptr() % _ALIGNED):
-        mean = mean.clone(memory_format=torch.contiguous_format)
+    codes, scale, scheme = side.codes, side.scale, side.parsed
+    mean, smoothing = mean_and_smoothing(side)
     grid, codebook = grid_of(side.codebook, scheme), _ready(side.codebook)
     place, ordinal = x.data_ptr(), x.device.index
     shapes = _Shapes(
         x.shape, x.stride(), None if mean is None else mean.shape,
         (0, 0) if mean is None else mean.stride(), codebook.shape, codes.shape, codes.stride(),
         scale.shape, scale.stride(), x.dtype, place % _ALIGNED == 0, grid is not None,
-        bool(rotary),
+        bool(rotary), None if smoothing is None else smoothing.shape,
     )  # fmt: skip
     with on_device(ordinal):
         prepared, width = _prepare(shapes, scheme, ordinal)
@@ -270,6 +288,7 @@ def _append(x: Tensor, side: KVSide, at: int, rotary: dict[str, Any]) -> None:
             )
         addresses = {
             "x": place, "mean": None if mean is None else mean.data_ptr(),
+            "smoothing": None if smoothing is None else smoothing.data_ptr(),
             "codebook": codebook.data_ptr(), "codes": buffer + at * width,
             "scale": scale.data_ptr() + _SCALE * scheme.row_numbers * at, **rotary,
         }  # fmt: skip
@@ -368,7 +387,7 @@ def _append_paged(x: Tensor, side: KVSide, slots: Tensor) -> None:
     with on_device(ordinal):
         addresses = {
             "x": place, "mean": None if mean is None else mean.data_ptr(),
-            "codebook": codebook.data_ptr(), "codes": codes.data_ptr(),
+            "smoothing": None, "codebook": codebook.data_ptr(), "codes": codes.data_ptr(),
             "scale": scale.data_ptr(), "slots": slots.data_ptr(),
         }  # fmt: skip
         _launch(_prepare_paged(shapes, scheme, ordinal), ordinal, grid, addresses)

@@ -30,6 +30,7 @@ from ....formats.scheme import VQScheme
 from ....ops.kv import KVCacheView
 from ..linear.dequantize import DTYPES, on_device
 from . import supports
+from .append import mean_and_smoothing
 from .codebooks import KEYS, VALUES, tables
 from .rotary_mean import ROTARY_MEAN, rotary_mean
 
@@ -39,7 +40,7 @@ CODED = Packed([
 ])  # fmt: skip
 ARGUMENTS = Packed([
     ("query sink_k sink_v tail_k tail_v", FLOATS), ("keys values", CODED),
-    ("mean", POINTER), ("mean_row mean_head", INT64), ("start mask", POINTER),
+    ("mean smoothing", POINTER), ("mean_row mean_head", INT64), ("start mask", POINTER),
     ("mask_row mask_head mask_query", INT64),
     ("nothing length pages out partial arrived", POINTER),
     ("kv_heads groups queries sinks tail_start tail_slots window fresh coded across splits table",
@@ -163,7 +164,8 @@ def attention(
     rows, heads, queries, key_dim = query.shape
     kv_heads, value_dim = key.heads, value.dim
     dtype, ordinal = query.dtype, query.get_device()
-    length, mean, new, coded = view.cache_seqlens, key.mean, view.num_new, view.num_coded
+    length, new, coded = view.cache_seqlens, view.num_new, view.num_coded
+    mean, smoothing = mean_and_smoothing(key)
     start = view.recent_start if length is None else 0
     if table is not None:
         _check_pages(view)
@@ -216,7 +218,8 @@ def attention(
             size = groups * count * plan.partial_floats
             partial = torch.empty(size, dtype=torch.float32, device=query.device)
             arrived = _counters(ordinal).take(groups, stream)
-        means = (0, 0, 0) if mean is None else (mean.data_ptr(), *mean.stride()[:2])
+        strides = (0, 0) if mean is None else mean.stride()[:2]
+        means = _address(mean), _address(smoothing), *strides
         nothing = None if sink_logits is None else sink_logits.float().contiguous()
         with prepared.lock:
             ARGUMENTS.pack_into(

@@ -32,6 +32,7 @@ _SIDE: list[tuple[str, type]] = [  # struct Side of kernels/cuda/kv/kv_step.cu
     ("ring", ctypes.c_void_p),
     ("sinks", ctypes.c_void_p),
     ("mean", ctypes.c_void_p),
+    ("smoothing", ctypes.c_void_p),
     ("codes", ctypes.c_void_p),
     ("scale", ctypes.c_void_p),
     ("lists", ctypes.c_void_p),
@@ -98,6 +99,7 @@ def _side(
     """The fields of a side, checked: a kernel would write anywhere."""
     batch, heads, _, dim = fresh.shape
     scheme, ring, sinks, mean = side.parsed, side.recent, side.sinks, side.mean
+    smoothing = side.smoothing
     codes, scale, codebook = side.codes, side.scale, side.codebook
     vectors = dim // scheme.vector_size
     books = (1,) if scheme.has_scale else (heads, vectors)
@@ -105,6 +107,7 @@ def _side(
         "ring": (ring, (batch, heads, ring.shape[2], dim), fresh.dtype),
         "sinks": (sinks, (batch, heads, sinks.shape[2], dim), fresh.dtype),
         "mean": (mean, (batch, heads, 1, dim), torch.float32),
+        "smoothing": (smoothing, (batch, heads, 1, dim), torch.float32),
         "codes": (codes, (batch, heads, capacity, packed_size(vectors, scheme.entry_bits)),
                   torch.uint8),
         "scale": (scale, (batch, heads, capacity, scheme.row_numbers), torch.float16),
@@ -126,7 +129,8 @@ def _side(
     size = fresh.element_size()
     return (
         fresh.data_ptr(), codebook.data_ptr(), ring.data_ptr(), sinks.data_ptr(),
-        None if mean is None else mean.data_ptr(), codes.data_ptr(), scale.data_ptr(),
+        None if mean is None else mean.data_ptr(),
+        None if smoothing is None else smoothing.data_ptr(), codes.data_ptr(), scale.data_ptr(),
         None if grid is None else grid[0].data_ptr(),
         *(size * stride for stride in fresh.stride()[:3]), 0.0 if grid is None else grid[1], 0,
     )  # fmt: skip

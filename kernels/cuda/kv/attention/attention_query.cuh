@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Queries as B fragments (mma.cuh), rotated like the keys before these were encoded.
 //
-//     <q, m + R^-1 k> = <q, m> + <R q, k>          R^-1 = R: Hadamard matrices over blocks of the channels
+//     <q, m + R^-1 k / s> = <q, m> + <R (q / s), k>          R^-1 = R: Hadamard matrices over blocks of the channels
 //
 // A warp rotates one column per iteration, number 32 i + lane in each lane: butterflies over lanes are shuffles. The
 // result is fp16, scaled by a power of two that brings its largest number near 2^13; sums are float32. Columns are in
@@ -98,7 +98,8 @@ struct Query {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     constexpr int each = (Keys::dim + 31) / 32;
     const float* const mean = a.mean ? a.mean + row * a.mean_row + kv_head * a.mean_head : nullptr;
-    float centre[each];
+    const float* const smoothing = a.smoothing ? a.smoothing + row * a.mean_row + kv_head * a.mean_head : nullptr;
+    float centre[each], inverse[each];
     uint16_t loaded[each];
     const auto load = [&](const Column& at) {
       const uint16_t* const q = place(a.query, row, at.head, at.query);
@@ -110,8 +111,13 @@ struct Query {
     };
 #pragma unroll
     for (int i = 0; i < each; ++i) centre[i] = mean && 32 * i + lane < Keys::dim ? load_early(mean + 32 * i + lane) : 0.0f;
+#pragma unroll
+    for (int i = 0; i < each; ++i)
+      inverse[i] = smoothing && 32 * i + lane < Keys::dim ? load_early(smoothing + 32 * i + lane) : 1.0f;
     load(Column(a, kv_head, first, warp));
     meanwhile();
+#pragma unroll
+    for (int i = 0; i < each; ++i) inverse[i] = __frcp_rn(inverse[i]);
     for (int column = warp; column < columns; column += warps) {
       const Column at(a, kv_head, first, column);
       if (!at.exists) {
@@ -129,6 +135,8 @@ struct Query {
       for (int i = 0; i < each; ++i) value[i] = to_float<Plan::dtype>(loaded[i]);
 #pragma unroll
       for (int i = 0; i < each; ++i) shift += value[i] * centre[i];
+#pragma unroll
+      for (int i = 0; i < each; ++i) value[i] *= inverse[i];
       butterflies<Keys::block>(value, lane);
 #pragma unroll
       for (int i = 0; i < each; ++i) most = fmaxf(most, fabsf(value[i]));
