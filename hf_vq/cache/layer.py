@@ -34,17 +34,9 @@ from ..formats.catalog import Allocation, of_layer
 from ..ops import KVCacheView, KVSide, kv_append
 from ..ops.kv_ops import BoundKV, bound_to
 from ..ops.layout import layouts_for
+from . import key_means
 from .codebooks import codebook_for
-from .key_means import (
-    Calibrated,
-    Rotary,
-    ask_for_queries,
-    freeze_means,
-    pairs_of,
-    rotary_of,
-    smooth,
-    use_calibrated,
-)
+from .key_means import Calibrated, Rotary
 from .kv_side import LOOKED_AT, SideBuffers, check_head_dim, problem_with
 from .lazy_kv import KEY, VALUE, KVUpdate, LazyKV
 from .prompt import Prompt
@@ -172,10 +164,13 @@ class VQCacheLayer(CacheLayerMixin):
         self._frozen = [not scheme.centre_keys] * (1 if self._start is None else len(self._start))
         if centred[0]:
             of = self.options.config, self.index, key_states, (self.k, self.v), self.calibrated
-            self._rotary = rotary_of(*of)
-            self._pairs = pairs_of(self.options.config, self.index, key_states, self.k)
+            self._rotary = key_means.rotary_of(*of)
+        if centred[0] and self.calibrated is None:
+            self._pairs = key_means.pairs_of(self.options.config, self.index, key_states, self.k)
         if self.calibrated is not None:
-            use_calibrated(self.k, self.calibrated, self._rotary, self._start_tensor, self.where)
+            key_means.use_calibrated(
+                self.k, self.calibrated, self._rotary, self._start_tensor, self.where
+            )
             self._frozen = [True] * len(self._frozen)
         self._remember_sizes()
 
@@ -269,7 +264,7 @@ class VQCacheLayer(CacheLayerMixin):
         if leaving > 0:  # the window of the newest query
             if False in self._frozen:
                 prompt = count if before == 0 else 0
-                freeze_means(self, keys, min(prompt, self.prompt.length or prompt))
+                key_means.freeze_means(self, keys, min(prompt, self.prompt.length or prompt))
             for side in (codes, self.v.codes):
                 if side.end + leaving > side.scale.shape[2] or side.data.is_inference():
                     side.reserve(leaving)
@@ -284,7 +279,7 @@ class VQCacheLayer(CacheLayerMixin):
         if before:
             result = KVUpdate(view, self, bound).lazy()
         elif self._pairs is not None:
-            ask_for_queries(key_states, self)
+            key_means.ask_for_queries(key_states, self)
         self._trim(keys, values)
         return result
 
@@ -295,7 +290,7 @@ class VQCacheLayer(CacheLayerMixin):
         Attention calls it, as an update brings no queries. It is no part of the update: whoever
         reads codes before it does, reads right ones.
         """
-        if self.length != keys.shape[2] or not smooth(self, query, keys):
+        if self.length != keys.shape[2] or not key_means.smooth(self, query, keys):
             return
         with storing(self.device):
             coded = slice(self.first_code, self.coded)

@@ -46,9 +46,9 @@ _APPEND = (
 _ATTENTION = (
     "(Tensor query, Tensor sink_k, Tensor sink_v, Tensor k_codes, Tensor k_scale, Tensor k_mean, "
     "Tensor k_smoothing, Tensor v_codes, Tensor v_scale, Tensor tail_k, Tensor tail_v, "
-    "Tensor codebook_k, Tensor codebook_v, Tensor k_shape, Tensor v_shape, Tensor rotary_mean, Tensor rotary_table, "
-    "int tail_start, int window, int fresh, int coded, int k_first, int v_first, int rotary_start, "
-    "float scaling, float softcap) -> Tensor"
+    "Tensor codebook_k, Tensor codebook_v, Tensor k_shape, Tensor v_shape, Tensor rotary_mean, "
+    "Tensor rotary_table, int tail_start, int window, int fresh, int coded, int k_first, "
+    "int v_first, int rotary_start, float scaling, float softcap) -> Tensor"
 )
 
 
