@@ -79,6 +79,8 @@ def append_plan(
     cells = CELLS.get(bits, 0) if grid and x == 2 else 0
     numbers = -(-dim // (x * lanes * width)) * width * x  # of a lane
     resident = 3 if cells and numbers <= 16 else 2  # without local memory
+    if rotary and not cells and numbers >= 8:
+        resident = 1
     return AppendPlan(
         _THREADS, resident, dtype, x, bits, dim, scheme.block(dim), centred, aligned, False,
         scheme.has_zero, few, cells, lanes, width, page, rotary,

@@ -35,7 +35,7 @@ constexpr int warps = Plan::threads / 32, page_tokens = Plan::page ? Plan::page 
 // Addresses of the head of a block.
 struct Place {
   const char* x;
-  const float *mean, *smoothing;
+  const float* mean;
   uint8_t* codes;
   uint16_t* scale;
   const Arguments& a;
@@ -43,11 +43,13 @@ struct Place {
 
   __device__ Place(const Arguments& a, int pair) : a(a), batch(pair / a.heads), head(pair % a.heads) {
     x = a.x + batch * a.x_batch + head * a.x_head;
-    const int64_t of_head = batch * a.mean_batch + head * a.mean_head;
-    mean = Plan::centred ? a.mean + of_head : nullptr;
-    smoothing = Plan::centred && a.smoothing ? a.smoothing + of_head : nullptr;
+    mean = Plan::centred ? a.mean + batch * a.mean_batch + head * a.mean_head : nullptr;
     codes = a.codes + batch * a.codes_batch + head * a.codes_head;
     scale = a.scale + batch * a.scale_batch + head * a.scale_head;
+  }
+
+  __device__ const float* smoothing() const {
+    return a.smoothing ? a.smoothing + batch * a.mean_batch + head * a.mean_head : nullptr;
   }
 
   // The rotary mean of token `token`.
@@ -73,8 +75,9 @@ __device__ inline void universal(const Arguments& a, uint32_t* shared) {
   const auto next = [&] {
     Mine row;
     const int token = base + team % teams;
-    row.template load<Plan::dtype, Plan::aligned, Plan::centred>(place.x + token * a.x_token, place.mean, place.smoothing,
-                                                                 place.turned(token), token < a.tokens);
+    row.template load<Plan::dtype, Plan::aligned, Plan::centred>(place.x + token * a.x_token, place.mean,
+                                                                 [&] { return place.smoothing(); }, place.turned(token),
+                                                                 token < a.tokens);
     return row;
   };
   wait_for_grids();

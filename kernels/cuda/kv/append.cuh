@@ -51,10 +51,10 @@ template <typename S> struct Row {
 
   __device__ bool has(int upper) const { return vectors == lanes * slots || first(upper) < vectors; }
 
-  // x - mean, and the rotary mean, times `smoothing` unless that is null; a row that does not exist is zero. `aligned`: for the
+  // x - mean, and the rotary mean, times `smoothing()` unless that is null; a row that does not exist is zero. `aligned`: for the
   // widest loads.
-  template <Dtype D, bool aligned, bool centred, class Turned>
-  __device__ void load(const char* row, const float* mean, const float* smoothing, const Turned& turned, bool exists) {
+  template <Dtype D, bool aligned, bool centred, class Smoothing, class Turned>
+  __device__ void load(const char* row, const float* mean, const Smoothing& smoothing, const Turned& turned, bool exists) {
     lane = threadIdx.x % lanes;
 #pragma unroll
     for (int upper = 0; upper < uppers; ++upper) {
@@ -83,9 +83,10 @@ template <typename S> struct Row {
             float& number = value[upper * width + i / x][i % x];
             number = __fsub_rn(number, turned(at + i));
           }
-      if (smoothing && exists && has(upper)) {
+      if constexpr (!centred) continue;
+      if (const float* const factors = smoothing(); factors && exists && has(upper)) {
         float factor[count];
-        load_floats<Dtype::FLOAT32>(smoothing + at, factor);
+        load_floats<Dtype::FLOAT32>(factors + at, factor);
 #pragma unroll
         for (int i = 0; i < count; ++i) {
           float& number = value[upper * width + i / x][i % x];

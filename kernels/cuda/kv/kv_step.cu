@@ -58,9 +58,7 @@ template <typename S> struct Head {
   __device__ char* slot(int position) const { return ring + int64_t(uint32_t(position) % uint32_t(a.slots)) * row_bytes; }
 
   __device__ const float* mean() const { return S::centred ? side.mean + int64_t(pair) * S::dim : nullptr; }
-  __device__ const float* smoothing() const {
-    return S::centred && side.smoothing ? side.smoothing + int64_t(pair) * S::dim : nullptr;
-  }
+  __device__ const float* smoothing() const { return side.smoothing ? side.smoothing + int64_t(pair) * S::dim : nullptr; }
 
   // The rotary mean of the token at `position`.
   __device__ auto turned(int position) const {
@@ -188,7 +186,7 @@ __device__ inline void store_side(const Arguments& a, const Side& side, int numb
       Row<S> row;
       const bool exists = position >= 0 && position < last;
       row.template load<S::dtype, true, S::centred>(head.slot(exists ? position : 0), head.mean(),
-                                                          head.smoothing(), head.turned(position), exists);
+                                                          [&] { return head.smoothing(); }, head.turned(position), exists);
       return row;
     };
     int base = first + team / teams * teams;  // position of the warp

@@ -59,6 +59,7 @@ struct Query {
   static constexpr int steps = near + far, pairs = (steps + 1) / 2;
   static constexpr int columns = Plan::paired ? columns_of_block / 2 : columns_of_block;  // that are prepared
   static constexpr int bytes = Plan::query_tiles * pairs * 512;
+  static constexpr bool smooths = !Keys::learned && !Keys::integers;  // whether keys may be multiplied before they are coded
   static constexpr int kept = Plan::queries_in_registers ? Plan::query_tiles * pairs : 1;
 
   uint32_t word[kept][4];
@@ -98,8 +99,8 @@ struct Query {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     constexpr int each = (Keys::dim + 31) / 32;
     const float* const mean = a.mean ? a.mean + row * a.mean_row + kv_head * a.mean_head : nullptr;
-    const float* const smoothing = a.smoothing ? a.smoothing + row * a.mean_row + kv_head * a.mean_head : nullptr;
-    float centre[each], inverse[each];
+    const float* const smoothing = smooths && a.smoothing ? a.smoothing + row * a.mean_row + kv_head * a.mean_head : nullptr;
+    float centre[each], inverse[smooths ? each : 1];
     uint16_t loaded[each];
     const auto load = [&](const Column& at) {
       const uint16_t* const q = place(a.query, row, at.head, at.query);
@@ -112,12 +113,12 @@ struct Query {
 #pragma unroll
     for (int i = 0; i < each; ++i) centre[i] = mean && 32 * i + lane < Keys::dim ? load_early(mean + 32 * i + lane) : 0.0f;
 #pragma unroll
-    for (int i = 0; i < each; ++i)
+    for (int i = 0; smooths && i < each; ++i)
       inverse[i] = smoothing && 32 * i + lane < Keys::dim ? load_early(smoothing + 32 * i + lane) : 1.0f;
     load(Column(a, kv_head, first, warp));
     meanwhile();
 #pragma unroll
-    for (int i = 0; i < each; ++i) inverse[i] = __frcp_rn(inverse[i]);
+    for (int i = 0; smooths && i < each; ++i) inverse[i] = __frcp_rn(inverse[i]);
     for (int column = warp; column < columns; column += warps) {
       const Column at(a, kv_head, first, column);
       if (!at.exists) {
@@ -136,7 +137,7 @@ struct Query {
 #pragma unroll
       for (int i = 0; i < each; ++i) shift += value[i] * centre[i];
 #pragma unroll
-      for (int i = 0; i < each; ++i) value[i] *= inverse[i];
+      for (int i = 0; smooths && i < each; ++i) value[i] *= inverse[i];
       butterflies<Keys::block>(value, lane);
 #pragma unroll
       for (int i = 0; i < each; ++i) most = fmaxf(most, fabsf(value[i]));
