@@ -6,6 +6,7 @@ layers.<i>.key, layers.<i>.value    fp16, of learned schemes: [heads, head_dim /
                                     channel group, [1, entries, x] per tensor
 layers.<i>.key_mean                 float32 [heads, head_dim], of centred keys
 layers.<i>.key_rotary_mean          float32 [heads, head_dim], of those that turn; version 2
+layers.<i>.key_smoothing            float32 [heads, head_dim], of those that are smoothed; version 3
 metadata["hf_vq_kv"]                JSON: format_version, key_scheme, value_scheme, centre_keys;
                                     lists of schemes, if each layer has one of its own, and then
                                     sensitivity, see `KVCodebooks`; with rotary means
@@ -29,17 +30,18 @@ from ..formats.catalog import Allocation, KVScheme, of_layer, scheme_name
 from ..formats.scheme import VQScheme
 from ..formats.shared import universal_tensor
 from ..formats.tensors import kv_codebook_spec
+from ..transforms.key_smoothing import MOST
 from . import safetensors_file
-from .key_means import Calibrated
+from .key_means import Calibrated, smoothable
 
 FILE_NAME = "kv_codebooks.safetensors"
-FORMAT_VERSION = 2
-"""Without rotary means a file is of version 1."""
+FORMAT_VERSION = 3
+"""Without smoothed keys a file is of version 2; without rotary means either, of version 1."""
 KEY = "hf_vq_kv"
 SINKS = 4
 """First tokens of each sequence that a cache keeps as floats, unless it is told otherwise."""
-_NAME = re.compile(r"layers\.(0|[1-9][0-9]{0,3})\.(key|value|key_mean|key_rotary_mean)")
-_SIDES = "key", "value", "key_mean", "key_rotary_mean"
+_SIDES = "key", "value", "key_mean", "key_rotary_mean", "key_smoothing"
+_NAME = re.compile(rf"layers\.(0|[1-9][0-9]{{0,3}})\.({'|'.join(_SIDES)})")
 _CURE = "Make the file again with `hf-vq calibrate`"
 
 
@@ -134,6 +136,8 @@ class KVCodebooks:
             the position (`ops.rotary_mean`), beside `key_means`; None = there is none.
         rotary_interleaved: keys turn in pairs of channels (2 p, 2 p + 1), else (p, p + r).
         sinks: first tokens of each sequence, of which nothing was learned.
+        key_smoothings: float32 [H, head_dim], by which keys less their means are multiplied before
+            they are coded (`transforms.key_smoothing`); None = 1.
 
     Raises:
         VQFormatError: a tensor is missing, too many, of a wrong shape or type, or not finite.
@@ -147,9 +151,10 @@ class KVCodebooks:
     key_rotary_means: list[Tensor | None] | None = None
     rotary_interleaved: bool = False
     sinks: int = SINKS
+    key_smoothings: list[Tensor | None] | None = None
 
     def __post_init__(self) -> None:
-        lists = (self.keys, self.values, self.key_means, self._turning)
+        lists = self._lists
         if any(not isinstance(each, list) for each in lists) or len(set(map(len, lists))) != 1:
             raise VQFormatError(
                 "KVCodebooks needs lists of one length, with a tensor or None for each layer."
@@ -162,12 +167,13 @@ class KVCodebooks:
             raise VQFormatError(
                 f"the sinks of KVCodebooks are a number of tokens; got {shown(self.sinks)}."
             )
-        for layer, (key, value, mean, turning) in enumerate(zip(*lists, strict=True)):
+        for layer, (key, value, mean, turning, smoothing) in enumerate(zip(*lists, strict=True)):
             where, scheme = f"layer {layer}", of_layer(self.scheme, layer)
             _check_codebook(f"{where}, keys", scheme.key, key)
             _check_codebook(f"{where}, values", scheme.value, value)
             _check_mean(where, scheme, key, mean)
             _check_rotary_mean(where, mean, turning)
+            _check_smoothing(where, scheme, mean, smoothing)
             both = learned(scheme.key) and learned(scheme.value)
             if both and (key is None) != (value is None):
                 raise VQFormatError(
@@ -184,9 +190,14 @@ class KVCodebooks:
             raise VQFormatError(f"there is no codebook and no mean for any layer. {_CURE}.")
 
     @property
-    def _turning(self) -> list[Tensor | None]:
+    def _lists(self) -> tuple[list[Tensor | None], ...]:
+        """What each layer has, in the order of `_SIDES`."""
         absent: list[Tensor | None] = [None] * len(self.keys)
-        return absent if self.key_rotary_means is None else self.key_rotary_means
+        turning, smoothing = (
+            absent if found is None else found
+            for found in (self.key_rotary_means, self.key_smoothings)
+        )
+        return self.keys, self.values, self.key_means, turning, smoothing
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -220,15 +231,13 @@ class KVCodebooks:
     def means(self) -> list[Calibrated | None]:
         """The means of each layer's keys."""
         return [
-            None if mean is None else Calibrated(mean, turning, self.rotary_interleaved)
-            for mean, turning in zip(self.key_means, self._turning, strict=True)
+            None if mean is None else Calibrated(mean, turning, self.rotary_interleaved, smoothing)
+            for mean, turning, smoothing in zip(*self._lists[2:], strict=True)
         ]
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors by the names they have in a file."""
-        sides = dict(
-            zip(_SIDES, (self.keys, self.values, self.key_means, self._turning), strict=True)
-        )
+        sides = dict(zip(_SIDES, self._lists, strict=True))
         return {
             f"layers.{layer}.{side}": part.detach().cpu().contiguous().clone()
             for side, parts in sides.items()
@@ -257,13 +266,13 @@ class KVCodebooks:
         numbers = [int(match[1]) for match in found.values() if match is not None]
         last = max(numbers, default=-1) + 1
         layers = range(max(last, len(scheme)) if isinstance(scheme, tuple) else last)
-        key, value, mean, turning = (
+        key, value, mean, turning, smoothing = (
             [tensors.get(f"layers.{layer}.{side}") for layer in layers] for side in _SIDES
         )
-        turns = any(part is not None for part in turning)
+        turns, smooths = (any(x is not None for x in parts) for parts in (turning, smoothing))
         return cls(
             scheme, key, value, mean, sensitivity, turning if turns else None, rotary_interleaved,
-            sinks,
+            sinks, smoothing if smooths else None,
         )  # fmt: skip
 
     def save(self, path: Path) -> None:
@@ -274,7 +283,7 @@ class KVCodebooks:
         """
         turns = self.key_rotary_means is not None
         description = {
-            "format_version": FORMAT_VERSION if turns else 1,
+            "format_version": FORMAT_VERSION if self.key_smoothings is not None else 1 + turns,
             **described(self.scheme),
             **({} if self.sensitivity is None else {"sensitivity": self.sensitivity}),
             **({"rotary_interleaved": self.rotary_interleaved} if turns else {}),
@@ -397,6 +406,26 @@ def _check_rotary_mean(where: str, mean: Tensor | None, turning: Tensor | None) 
             f"{where}: the rotary mean of the keys must be {wanted}; got {got}. {_CURE}."
         )
     _check_finite(f"{where}, rotary mean of the keys", turning)
+
+
+def _check_smoothing(
+    where: str, scheme: KVScheme, mean: Tensor | None, smoothing: Tensor | None
+) -> None:
+    if smoothing is None:
+        return
+    fits = isinstance(smoothing, Tensor) and smoothing.dtype == torch.float32
+    if not fits or mean is None or smoothing.shape != mean.shape or not smoothable(scheme.key):
+        got = f"{smoothing.dtype} {list(smoothing.shape)}" if fits else type(smoothing).__name__
+        known = mean is not None and smoothable(scheme.key)
+        wanted = f"float32 {list(mean.shape)}" if known and mean is not None else "none"
+        raise VQFormatError(
+            f"{where}: the smoothing of the keys of {title(scheme)} must be {wanted}; got {got}. "
+            f"{_CURE}."
+        )
+    if not bool(((smoothing >= 1 / MOST) & (smoothing <= MOST)).all()):
+        raise VQFormatError(
+            f"{where}: the smoothing of the keys is not between {1 / MOST} and {MOST:g}. {_CURE}."
+        )
 
 
 def _check_finite(where: str, tensor: Tensor) -> None:

@@ -6,7 +6,7 @@ layers.<i>.k_smoothing                                            smoothed; vers
 layers.<i>.keys, layers.<i>.values                                layers in the model's dtype
 codebook.key, codebook.value                                      what the codes mean: universal,
 codebook.<i>.key, codebook.<i>.value                              of layers with their own schemes,
-codebooks.layers.<i>.{key,value,key_mean,key_rotary_mean}         or learned, see `codebooks`
+codebooks.layers.<i>.{key,value,key_mean,..}                      or learned, see `codebooks`
 metadata["hf_vq_cache"]                                           JSON, see `_description`
 """
 
@@ -42,7 +42,7 @@ MOST_SINKS = 1 << 16
 KEY = "hf_vq_cache"
 _LEARNED = "codebooks."
 _LEARNED_SINKS = "codebooks_sinks"  # of the codebooks; "sinks" are the cache's
-_VERSIONS = {"k_rotary_mean": 2, "key_rotary_mean": 2, "k_smoothing": FORMAT_VERSION}
+_VERSIONS = {"k_rotary_mean": 2, "key_rotary_mean": 2, "k_smoothing": 3, "key_smoothing": 3}
 _KINDS = {
     VQCacheLayer: "vq",
     VQStaticLayer: "vq",

@@ -16,7 +16,7 @@ import functools
 import math
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from transformers import PreTrainedConfig
 
 from ..dispatch import select
 from ..errors import VQBackendError, VQCacheError
+from ..formats.scheme import VQScheme
 from ..ops.library import attention_problem
 from ..ops.reference.codes import mean_of
 from ..ops.rotary_mean import measure_means, pairs_interleave, rotated
@@ -46,11 +47,14 @@ class Calibrated:
         mean: [H, D].
         rotary_mean: float32 [H, D], at position 0; None = 0.
         interleaved: as of `ops.rotary_mean.rotated`.
+        smoothing: float32 [H, D], by which keys less their means are multiplied; None = 1. For
+            schemes that are `smoothable`.
     """
 
     mean: Tensor
     rotary_mean: Tensor | None = None
     interleaved: bool = False
+    smoothing: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -203,20 +207,30 @@ def _measure(
 def pairs_of(
     config: PreTrainedConfig | None, layer: int, keys: Tensor, side: SideBuffers
 ) -> Rotary | None:
-    """How keys turn that can be smoothed, else None: what a later position turns into another
-    channel must be known, and codes must be rotated ones, whose errors all channels share.
+    """How keys turn, if they can be smoothed: what later positions turn into what must be known.
 
     Args:
         side: of the keys; the others as of `Rotary.of`.
     """
-    scheme = side.scheme
-    shared = scheme.codebook == "universal" and scheme.rotation != "none" and side.mean is not None
-    if not shared or scheme.mode == "product" or scheme.scale_group or scheme.residuals > 1:
+    if side.mean is None or not smoothable(side.scheme):
         return None
     return Rotary.of(config, layer, keys, None)
 
 
-def ask_for_queries(keys: Tensor, layer: VQCacheLayer) -> None:
+def smoothable(scheme: VQScheme) -> bool:
+    """Whether all channels of a key share the errors of its code, which has one scale."""
+    rotated = scheme.codebook == "universal" and scheme.rotation != "none"
+    return rotated and scheme.mode != "product" and not scheme.scale_group and scheme.residuals == 1
+
+
+class SeesQueries(Protocol):
+    """Who may `ask_for_queries`."""
+
+    def see_queries(self, query: Tensor, keys: Tensor) -> None:
+        """Receive queries [B, Hq, n, D] over keys [B, H, n, D]."""
+
+
+def ask_for_queries(keys: Tensor, layer: SeesQueries) -> None:
     """Ask attention over the keys of a prompt for the queries, which no update brings."""
     if not torch.compiler.is_compiling():
         setattr(keys, _ASKING, weakref.ref(layer))
@@ -293,12 +307,17 @@ def use_calibrated(
     """
     assert side.mean is not None
     heads, dim = side.mean.shape[1], side.mean.shape[3]
-    for name, mean in (("key_means", known.mean), ("key_rotary_means", known.rotary_mean)):
+    for name, mean in (
+        ("key_means", known.mean), ("key_rotary_means", known.rotary_mean),
+        ("key_smoothings", known.smoothing),
+    ):  # fmt: skip
         if mean is not None and tuple(mean.shape) != (heads, dim):
             raise VQCacheError(
                 f"{name} of {where} is {list(mean.shape)}, the model's keys need "
                 f"[{heads}, {dim}] (heads, head_dim)."
             )
+    if known.smoothing is not None and smoothable(side.scheme):
+        side.smoothing = known.smoothing.to(side.mean)[None, :, None].expand_as(side.mean).clone()
     side.mean = known.mean.to(side.mean)[None, :, None].expand_as(side.mean).clone()
     if known.rotary_mean is None or rotary is None:
         return

@@ -3,7 +3,8 @@
 The model runs with its own attention, and a recording cache samples the keys (after RoPE) and
 values of its updates. Learned schemes (`nomad-*`, `cq-*`, `learned-*`) get codebooks. Schemes that
 centre keys (`u4`, `u3`, ...) get the means of each head's keys; one of them turns with the position
-(`ops.rotary_mean`), unless codebooks are learned, which are of keys less one mean.
+(`ops.rotary_mean`), unless codebooks are learned, which are of keys less one mean. Then they also
+get what keys are multiplied by (`transforms.key_smoothing`).
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
+from .. import patches
 from ..cache.argument import cache_argument
 from ..cache.codebooks import SINKS, KVCodebooks, learned, title
+from ..cache.key_means import ask_for_queries, smoothable
 from ..cache.rotary import inverse_frequencies, least_strength, turning_together
 from ..errors import VQCacheError, shown
 from ..fit.kv import TokenSample, fit_kv_codebook
@@ -27,6 +30,8 @@ from ..formats.catalog import KVScheme, kv_scheme
 from ..hf.calibration_options import MIN_CONTEXT
 from ..ops.rotary_mean import KeyMoments, interleave
 from ..progress import bar
+from ..transforms.key_smoothing import key_smoothing, squares
+from ..transforms.smoothing import partners
 from .text import context_of, sequences_of
 
 TOKENS = 8192
@@ -141,6 +146,7 @@ class _Record:
         self.moments: dict[int, tuple[KeyMoments, KeyMoments] | None] = {}
         self.wanted = (means or sizes[0] > 0, sizes[1] > 0)
         self.layers: dict[int, tuple[TokenSample, TokenSample]] = {}
+        self.squares: dict[int, list[Tensor]] = {}  # sums: of queries, of keys; float32 [H, D]
 
     def add(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Sample from keys and values [B, H, n, D] of a layer, without the sinks."""
@@ -157,6 +163,32 @@ class _Record:
         positions = torch.arange(self.sinks, end, device=keys.device)
         for moments in self.moments[layer] or ():
             moments.add(keys, positions)
+
+    def see_queries(self, layer: int, query: Tensor, keys: Tensor) -> None:
+        """Count queries [B, Hq, n, D] over keys [B, H, n, D] of a layer that turn, without the
+        sinks."""
+        if self.moments.get(layer) is None:
+            return
+        heads, tokens = keys.shape[1], keys.shape[2]
+        found = [tokens * squares(x, heads).mean(0)[:, 0] for x in (query, keys)]
+        known = self.squares.setdefault(layer, [torch.zeros_like(x) for x in found])
+        for total, x in zip(known, found, strict=True):
+            total += x
+
+    def smoothing(
+        self, layer: int, mean: Tensor, turning: Tensor | None, interleaved: bool
+    ) -> Tensor | None:
+        """By what the keys of a layer are multiplied, given their means [H, D]: float32 [H, D]."""
+        if layer not in self.squares:
+            return None
+        pairs = self.moments[layer]
+        assert pairs is not None
+        tokens, dim = pairs[0].tokens, mean.shape[1]
+        asked, held = (x.cpu() / max(tokens, 1) for x in self.squares[layer])
+        means = mean.square() if turning is None else mean.square() + turning.square()
+        pairing = "interleaved" if interleaved else "half"
+        partner = partners(dim, 2 * len(pairs[0].inv_freq), pairing)
+        return key_smoothing(asked, held, means, partner)
 
     def _moments(self, layer: int, keys: Tensor) -> tuple[KeyMoments, KeyMoments] | None:
         length, dim = self.sinks + keys.shape[2], keys.shape[3]
@@ -188,12 +220,25 @@ class _Record:
         return found, interleaved
 
 
+class _Asking:
+    """Receiver of the queries of one layer, with the sinks (`cache.see_queries`)."""
+
+    def __init__(self, record: _Record, layer: int) -> None:
+        self.record, self.layer = record, layer
+
+    def see_queries(self, query: Tensor, keys: Tensor) -> None:
+        """Pass them on."""
+        first = self.record.sinks
+        self.record.see_queries(self.layer, query[:, :, first:], keys[:, :, first:])
+
+
 class _RecordingCache(DynamicCache):
     """The model's usual cache, which also passes its updates to `listener`."""
 
     def __init__(self, config: Any, listener: Listener) -> None:
         super().__init__(config=config)
         self.listener = listener
+        self.asking: dict[int, _Asking] = {}
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -204,6 +249,9 @@ class _RecordingCache(DynamicCache):
         states: tuple[Tensor, Tensor] = super().update(
             key_states, value_states, layer_idx, *args, **kwargs
         )
+        if isinstance(self.listener, _Record):
+            self.asking[layer_idx] = asking = _Asking(self.listener, layer_idx)
+            ask_for_queries(states[0], asking)
         return states
 
 
@@ -242,6 +290,7 @@ def run_recorded(model: Any, ids: Tensor, listener: Listener, fisher: bool = Fal
     known = inspect.signature(model.forward).parameters
     # The logits of a whole sequence can be larger than all keys and values.
     options = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
+    patches.apply(patches.CACHE)  # attention shows queries
     cache = _RecordingCache(model.config, listener)
     model(ids[None].to(model.device), **{cache_argument(model): cache}, use_cache=True, **options)
 
@@ -266,6 +315,7 @@ def _fit(
     values: list[Tensor | None] = [None] * count
     means: list[Tensor | None] = [None] * count
     rotary_means: list[Tensor | None] = [None] * count
+    smoothings: list[Tensor | None] = [None] * count
     turning, interleaved = record.turning()
     for layer in bar(sorted(record.layers), "fitting", progress):
         samples = record.layers[layer]
@@ -282,6 +332,9 @@ def _fit(
             tokens = None if tokens is None else tokens - mean[:, None]
             if layer in turning:
                 means[layer], rotary_means[layer] = turning[layer]
+            if smoothable(kv.key):
+                standing, moving = turning.get(layer, (mean, None))
+                smoothings[layer] = record.smoothing(layer, standing, moving, interleaved)
         options: dict[str, Any] = {"seed": seed, "device": device}
         if tokens is not None:
             keys[layer] = fit_kv_codebook(
@@ -295,7 +348,7 @@ def _fit(
     return KVCodebooks(
         kv, keys, values, means,
         key_rotary_means=rotary_means if turning else None, rotary_interleaved=interleaved,
-        sinks=record.sinks,
+        sinks=record.sinks, key_smoothings=smoothings if record.squares else None,
     )  # fmt: skip
 
 

@@ -183,10 +183,8 @@ class PagedCodes(PagedAttentionCache):
         )
         memory, page = self.codes.memory_of(index), self.codes.formats[index]
         known = coded.calibrated
-        if known is None:
-            return LayerPages(memory, page, books, None)
-        rotary = Rotary.of(self.config, index, like, known)
-        return LayerPages(memory, page, books, known.mean, known.rotary_mean, rotary)
+        rotary = None if known is None else Rotary.of(self.config, index, like, known)
+        return LayerPages(memory, page, books, known, rotary)
 
     def extend_read_and_write_indices(
         self,

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..cache.key_means import Rotary
+from ..cache.key_means import Calibrated, Rotary, smoothable
 from ..formats.catalog import KVScheme
 from ..formats.packing import packed_size
 from ..formats.scheme import VQScheme
@@ -161,7 +161,13 @@ class Pages:
         return codes.transpose(0, 1).flatten(1, 2)[None], scale.transpose(0, 1).flatten(1, 2)[None]
 
     def decode(
-        self, tape: CodesAndScales, mean: Tensor | None, first: int, count: int, dtype: torch.dtype
+        self,
+        tape: CodesAndScales,
+        mean: Tensor | None,
+        smoothing: Tensor | None,
+        first: int,
+        count: int,
+        dtype: torch.dtype,
     ) -> Tensor:
         """`count` tokens from `first` on of tapes that were read: [requests, H, count, dim]."""
         scheme = self.side.scheme
@@ -169,6 +175,7 @@ class Pages:
         with without_autocast(rows.device):
             scale = tape[1][:, :, first : first + count]
             x = decode_kv(rows, scale, self.codebook, scheme, self.side.dim)
+            x = x if smoothing is None else x / smoothing
             return in_dtype(x if mean is None else x + mean, dtype)
 
 
@@ -179,8 +186,7 @@ class LayerPages:
         memory: uint8 [pages, bytes of a page of this layer]; may be a view.
         page: what lies there.
         codebooks: of the keys and of the values.
-        mean: of the keys, float32 [H, dim]; None = 0.
-        rotary_mean: of the keys, float32 [H, dim]; None = 0.
+        known: means of the keys and what they are multiplied by; None = nothing.
         rotary: how keys turn, where they have a rotary mean.
     """
 
@@ -189,17 +195,18 @@ class LayerPages:
         memory: Tensor,
         page: PageFormat,
         codebooks: tuple[Tensor, Tensor],
-        mean: Tensor | None,
-        rotary_mean: Tensor | None = None,
+        known: Calibrated | None = None,
         rotary: Rotary | None = None,
     ) -> None:
         keys, values = memory.split([sum(page.keys.parts), sum(page.values.parts)], 1)
         self.k = Pages(keys, page.keys, codebooks[0])
         self.v = Pages(values, page.values, codebooks[1])
-        self.mean, self.rotary_mean = (
+        found = (None,) * 3 if known is None else (known.mean, known.rotary_mean, known.smoothing)
+        self.mean, self.rotary_mean, smoothing = (
             None if each is None else each.to(memory.device, torch.float32)[None, :, None]
-            for each in (mean, rotary_mean)
+            for each in found
         )
+        self.smoothing = smoothing if smoothable(page.keys.scheme) else None
         self.rotary = rotary
         self._views: dict[torch.dtype, KVCacheView] = {}
 
@@ -272,9 +279,10 @@ class LayerPages:
         in `recent`."""
         key, value = (
             KVSide(codes, scale, pages.codebook, mean, floats[:, :, :0], floats, first, pages.spec,
-                   pages.side.layout)
-            for pages, (codes, scale), mean, floats in zip(
-                (self.k, self.v), (keys, values), (self.mean, None), recent, strict=True
+                   pages.side.layout, smoothing)
+            for pages, (codes, scale), (mean, smoothing), floats in zip(
+                (self.k, self.v), (keys, values), ((self.mean, self.smoothing), (None, None)),
+                recent, strict=True,
             )
         )  # fmt: skip
         tokens = recent[0].shape[2]
@@ -302,15 +310,23 @@ class LayerPages:
         """What the codes of prompts say: keys and values [1, H, tokens of all, dim]."""
         keys, values = self.k.read(prompts), self.v.read(prompts)
         return (
-            self.k.decode(keys, self._mean_at(lambda: prompts.positions), 0, prompts.total, dtype),
-            self.v.decode(values, None, 0, prompts.total, dtype),
+            self._keys(keys, lambda: prompts.positions, 0, prompts.total, dtype),
+            self.v.decode(values, None, None, 0, prompts.total, dtype),
         )
 
-    def _mean_at(self, positions: Callable[[], Tensor]) -> Tensor | None:
-        """Mean that was subtracted from keys at positions, as of `_turning`; these are made only
-        for keys that turn."""
+    def _keys(
+        self,
+        tape: CodesAndScales,
+        positions: Callable[[], Tensor],
+        first: int,
+        count: int,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """Keys as `Pages.decode` gives them; positions, as of `_turning`, are made only for keys
+        that turn."""
         turning = self._turning(positions()) if self.turns else None
-        return self.mean if turning is None or self.mean is None else self.mean + turning
+        mean = self.mean if turning is None or self.mean is None else self.mean + turning
+        return self.k.decode(tape, mean, self.smoothing, first, count, dtype)
 
     def groups(self, batch: Batch) -> list[Group]:
         """The requests that are read at once: codes in blocks cannot be aligned with each other."""
@@ -335,13 +351,16 @@ class LayerPages:
             return found if group.shift is None else found - group.shift[:, None]
 
         recent = (
-            self.k.decode(keys, self._mean_at(positions), first, new, like.dtype),
-            self.v.decode(values, None, first, new, like.dtype),
+            self._keys(keys, positions, first, new, like.dtype),
+            self.v.decode(values, None, None, first, new, like.dtype),
         )
         view, rows = self._view(keys, values, recent), len(recent[0])
         if self.mean is not None:
-            mean = self.mean.expand(rows, -1, -1, -1)
-            view = view._replace(key=view.key._replace(mean=mean))
+            mean, smoothing = (
+                None if each is None else each.expand(rows, -1, -1, -1)
+                for each in (self.mean, self.smoothing)
+            )
+            view = view._replace(key=view.key._replace(mean=mean, smoothing=smoothing))
         if self.rotary_mean is not None:
             nowhere = torch.zeros(1, dtype=torch.int64, device=like.device)
             begins = nowhere if group.shift is None else -group.shift[:, None]

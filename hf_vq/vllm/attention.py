@@ -326,9 +326,7 @@ class VQAttentionImpl(AttentionImpl[VQMetadata]):
             codebook_for(self.scheme.key, None, like, where),
             codebook_for(self.scheme.value, None, like, where),
         )
-        if known is None:
-            return LayerPages(flat, page, books, None)
-        return LayerPages(flat, page, books, known.mean, known.rotary_mean, rotary)
+        return LayerPages(flat, page, books, known, rotary)
 
 
 def _metadata(layer: str) -> VQMetadata | None:

@@ -40,7 +40,7 @@ _SHARED = re.compile(r"^(?:transformer\.)?vq_(?:codebook|rotation)\.")
 """Top-level tensors that layers share. They do not depend on the model: the package has them.
 vLLM's GPT-2 puts its prefix before all names."""
 _EXPERTS = re.compile(r"\.experts\.(vq_\w+)$")
-_OF_KV_CACHE = re.compile(r"^layers\.\d+\.(key|value|key_mean|key_rotary_mean)$")
+_OF_KV_CACHE = re.compile(r"^layers\.\d+\.(key|value|key_mean|key_rotary_mean|key_smoothing)$")
 """Tensors of kv_codebooks.safetensors, which vLLM takes for weights."""
 
 

@@ -221,8 +221,11 @@ def means_of(
             f"{ranks} has {heads}. Make kv_codebooks.safetensors with `hf-vq calibrate` again."
         )
     rows = slice(first, first + heads)
-    turning = None if known.rotary_mean is None else known.rotary_mean[rows]
-    return Calibrated(known.mean[rows], turning, known.interleaved)
+    turning, smoothing = (
+        None if of_heads is None else of_heads[rows]
+        for of_heads in (known.rotary_mean, known.smoothing)
+    )
+    return Calibrated(known.mean[rows], turning, known.interleaved, smoothing)
 
 
 @lru_cache(maxsize=2)

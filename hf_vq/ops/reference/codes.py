@@ -302,6 +302,7 @@ def _append(x: Tensor, side: KVSide, at: int) -> None:
 
 def _append_paged(x: Tensor, side: KVSide, slots: Tensor) -> None:
     rows = x.float() if side.mean is None else x.float() - side.mean
+    rows = rows if side.smoothing is None else rows * side.smoothing
     packed, scales = encode(rows, side.codebook, None, side.parsed)
     kept = slots >= 0
     page, place = slots[kept] // side.codes.shape[2], slots[kept] % side.codes.shape[2]

@@ -371,9 +371,11 @@ def _prepare_paged(shapes: _PagedShapes, scheme: VQScheme, ordinal: int) -> Prep
 
 def _append_paged(x: Tensor, side: KVSide, slots: Tensor) -> None:
     """Encode `x` to slots of pages, under one codebook for all."""
-    codes, scale, mean, scheme = side.codes, side.scale, side.mean, side.parsed
-    if mean is not None and (not mean.is_contiguous() or mean.data_ptr() % _ALIGNED):
-        mean = mean.clone(memory_format=torch.contiguous_format)
+    codes, scale, scheme = side.codes, side.scale, side.parsed
+    mean, smoothing = mean_and_smoothing(side)
+    if mean is not None and not mean.is_contiguous():
+        mean = mean.contiguous()
+        smoothing = None if smoothing is None else smoothing.contiguous()
     grid, codebook = grid_of(side.codebook, scheme), _ready(side.codebook)
     place, ordinal = x.data_ptr(), x.device.index
     shapes = _PagedShapes(
@@ -387,7 +389,8 @@ def _append_paged(x: Tensor, side: KVSide, slots: Tensor) -> None:
     with on_device(ordinal):
         addresses = {
             "x": place, "mean": None if mean is None else mean.data_ptr(),
-            "smoothing": None, "codebook": codebook.data_ptr(), "codes": codes.data_ptr(),
+            "smoothing": None if smoothing is None else smoothing.data_ptr(),
+            "codebook": codebook.data_ptr(), "codes": codes.data_ptr(),
             "scale": scale.data_ptr(), "slots": slots.data_ptr(),
         }  # fmt: skip
         _launch(_prepare_paged(shapes, scheme, ordinal), ordinal, grid, addresses)

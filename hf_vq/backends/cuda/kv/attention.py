@@ -170,7 +170,9 @@ def attention(
     if table is not None:
         _check_pages(view)
         coded = view.max_seqlen
-        mean = None if mean is None else mean.expand(rows, -1, -1, -1)
+        mean, smoothing = (
+            None if each is None else each.expand(rows, -1, -1, -1) for each in (mean, smoothing)
+        )
     elif length is not None:
         new, coded = queries, key.codes.shape[2]
     out = query.new_empty(rows, heads, queries, value_dim)
