@@ -63,7 +63,7 @@ def allocate_kv(
         tokens: number of tokens of the text to run each time.
 
     Returns:
-        The schemes, the means of the keys, and the measured `sensitivity`.
+        The schemes, the means and smoothing of the keys, and the measured `sensitivity`.
 
     Raises:
         VQCalibrationError, VQCacheError: as `calibrate_kv`; or target_bits is out of range.
@@ -108,10 +108,13 @@ def allocate_kv(
         schemes[layer] = KVScheme(next(parts), next(parts))
     none: list[Tensor | None] = [None] * len(schemes)
     more: list[Tensor | None] = [None] * (len(schemes) - len(known))
-    turning = known.key_rotary_means
+    turning, smoothing = (
+        None if found is None else [*found, *more]
+        for found in (known.key_rotary_means, known.key_smoothings)
+    )
     return KVCodebooks(
-        tuple(schemes), none, none, [*known.key_means, *more], sensitivity,
-        None if turning is None else [*turning, *more], known.rotary_interleaved,
+        tuple(schemes), none, none, [*known.key_means, *more], sensitivity, turning,
+        known.rotary_interleaved, key_smoothings=smoothing,
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hf_vq.cache.codebooks import universal
+from hf_vq.cache.key_means import Calibrated
 from hf_vq.errors import VQBackendError, VQFormatError
 from hf_vq.formats import KV_SCHEMES
 from hf_vq.ops import decode_kv, encode_kv, kv_attention
@@ -45,7 +46,9 @@ def layer_of(name, page, pages, heads=2, dim=128, dtype=torch.bfloat16, mean=Tru
     memory = torch.randint(0, 256, shape, dtype=torch.uint8, device=DEVICE)
     books = universal(scheme.key, DEVICE), universal(scheme.value, DEVICE)
     centre = torch.randn(heads, dim, device=DEVICE) if mean else None
-    layer = LayerPages(memory[:, beside:-beside], found, books, centre)
+    layer = LayerPages(
+        memory[:, beside:-beside], found, books, centre if centre is None else Calibrated(centre)
+    )
     layer.k.scale.fill_(torch.nan)
     layer.v.scale.fill_(torch.nan)
     return layer

@@ -141,7 +141,7 @@ def test_bad_codebooks(changes: dict[str, Any], message: str) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], Any], str]] = {
-    "newer": (lambda d, t: d.update(format_version=3), "upgrade hf_vq"),
+    "newer": (lambda d, t: d.update(format_version=4), "upgrade hf_vq"),
     "version": (lambda d, t: d.pop("format_version"), "format_version None"),
     "no scheme": (lambda d, t: d.pop("key_scheme"), "lacks 'key_scheme'"),
     "scheme": (lambda d, t: d.update(key_scheme="vq9"), "'vq9' is not a scheme"),

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_vq.cache.codebooks import universal
-from hf_vq.cache.key_means import Rotary
+from hf_vq.cache.key_means import Calibrated, Rotary
 from hf_vq.cache.lazy_kv import decoded
 from hf_vq.formats.catalog import KV_SCHEMES
 from hf_vq.ops import decode_kv, encode_kv, kv_attention
@@ -21,16 +21,21 @@ def pages_of(name, tokens, mean=None, dtype=torch.float32):
     page = PageFormat.of(scheme, HEADS, DIM, tokens, torch.empty(1, 1, 1, DIM, dtype=dtype))
     memory = torch.randint(0, 256, (PAGES, page.nbytes + 48), dtype=torch.uint8)
     books = universal(scheme.key, memory.device), universal(scheme.value, memory.device)
-    layer = LayerPages(memory[:, 16:-32], page, books, mean)
-    return layer, page, scheme
+    factors = torch.exp(torch.randn(HEADS, DIM) / 2)
+    known = None if mean is None else Calibrated(mean, smoothing=factors)
+    return LayerPages(memory[:, 16:-32], page, books, known), page, scheme
 
 
-def coded(x, scheme, mean):
-    """What the codes of x [1, H, n, D] say."""
+def coded(x, scheme, layer=None):
+    """What the codes of x [1, H, n, D] say: of keys, if a layer is given."""
     book = universal(scheme, x.device)
-    codes, scale = encode_kv(x if mean is None else x - mean, book, scheme)
-    rows = decode_kv(codes, scale, book, scheme, x.shape[-1])
-    return rows if mean is None else rows + mean
+    mean, factors = 0.0, 1.0
+    if layer is not None and layer.mean is not None:
+        mean = layer.mean
+        assert layer.smoothing is not None
+        factors = layer.smoothing
+    codes, scale = encode_kv((x - mean) * factors, book, scheme)
+    return decode_kv(codes, scale, book, scheme, x.shape[-1]) / factors + mean
 
 
 def feed(layer, tokens, steps):
@@ -62,7 +67,6 @@ def feed(layer, tokens, steps):
 def test_a_group_reads_what_its_requests_wrote(name, tokens, layouts):
     mean = torch.randn(HEADS, DIM) if KV_SCHEMES[name].centre_keys else None
     layer, page, scheme = pages_of(name, tokens, mean)
-    key_mean = None if mean is None else mean[:, None]
     assert (page.keys.layout == ROWS) == (layouts == "rows" or tokens % BLOCK > 0)
     held, batch = feed(layer, tokens, [
         [("a", 7)], [("b", 3), ("a", 1)], [("a", 1), ("c", 2)], [("a", 1), ("b", 1), ("c", 9)],
@@ -73,7 +77,7 @@ def test_a_group_reads_what_its_requests_wrote(name, tokens, layouts):
         cached = layer.read(group, torch.empty(1, dtype=torch.float32))
         for row, request in enumerate(group.requests):
             k, v = held[names[request.first]]
-            wanted = coded(k, scheme.key, key_mean), coded(v, scheme.value, None)
+            wanted = coded(k, scheme.key, layer), coded(v, scheme.value)
             for which, expected in zip(("key", "value"), wanted, strict=True):
                 found = decoded(cached, which)[row : row + 1, :, group.length - request.length :]
                 assert found.shape == expected.shape
@@ -97,8 +101,8 @@ def test_attention_of_a_group_is_that_of_each_request(tokens):
         out = kv_attention(asked, cached, softmax_scale=0.2, mask=group.mask)
         for row, request in enumerate(group.requests):
             k, v = held["abc"[batch.requests.index(request)]]
-            k = coded(k, scheme.key, layer.mean).repeat_interleave(2, 1)
-            v = coded(v, scheme.value, None).repeat_interleave(2, 1)
+            k = coded(k, scheme.key, layer).repeat_interleave(2, 1)
+            v = coded(v, scheme.value).repeat_interleave(2, 1)
             seen = torch.ones(request.new, request.length, dtype=torch.bool).tril(request.past)
             expected = torch.nn.functional.scaled_dot_product_attention(
                 query[:, :, request.rows], k, v, attn_mask=seen, scale=0.2
@@ -149,8 +153,8 @@ def test_prompts_of_several_requests_are_decoded_at_once():
     assert [x.tolist() for x in prompts.begins] == [[0, 3, 8, 10], [0, 8, 13, 19]]
     assert (prompts.longest_new, prompts.longest, prompts.total) == (5, 8, 19)
     found = layer.floats(prompts, torch.float32)
-    for which, (part, mean) in enumerate(((scheme.key, layer.mean), (scheme.value, None))):
-        wanted = [coded(held[name][which], part, mean) for name in "bdc"]
+    for which, (part, of) in enumerate(((scheme.key, layer), (scheme.value, None))):
+        wanted = [coded(held[name][which], part, of) for name in "bdc"]
         torch.testing.assert_close(found[which], torch.cat(wanted, 2), rtol=1e-5, atol=1e-5)
 
 
@@ -162,7 +166,7 @@ def test_keys_that_turn(tokens, layouts):
     mean = 30 * torch.randn(HEADS, DIM)
     memory = torch.zeros(PAGES, page.nbytes, dtype=torch.uint8)
     books = universal(scheme.key, memory.device), universal(scheme.value, memory.device)
-    layer = LayerPages(memory, page, books, 0 * mean, mean, Rotary(inv_freq))
+    layer = LayerPages(memory, page, books, Calibrated(0 * mean, mean), Rotary(inv_freq))
     tables, held = {"a": [3, 1, 5], "b": [0, 7, 2]}, {"a": [], "b": []}
     for step in ([("a", 5), ("b", 9)], [("a", 6)], [("a", 1), ("b", 1)]):
         batch, keys = Batch(tokens, torch.device("cpu")), []

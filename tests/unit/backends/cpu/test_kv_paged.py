@@ -5,6 +5,7 @@ import torch
 
 from hf_vq.backends.cpu import library
 from hf_vq.cache.codebooks import universal
+from hf_vq.cache.key_means import Calibrated
 from hf_vq.cache.token_buffer import CodeBuffer
 from hf_vq.formats.catalog import KV_SCHEMES
 from hf_vq.ops import kv_attention
@@ -27,7 +28,7 @@ def test_attention_is_bit_equal_to_that_over_a_tape(name):
     memory = torch.randint(0, 256, (7, page.nbytes), dtype=torch.uint8)
     books = universal(scheme.key, like.device), universal(scheme.value, like.device)
     mean = torch.randn(HEADS, DIM)
-    layer = LayerPages(memory, page, books, mean)
+    layer = LayerPages(memory, page, books, Calibrated(mean))
     keys, values = torch.randn(2, 1, HEADS, TOKENS, DIM).unbind()
     past = 0
     for new in (1, 250, 448, 1):  # within a page, over its end, and one token
@@ -64,7 +65,7 @@ def test_short_requests_attend_to_all_their_tokens(tokens, past, new):
     page = PageFormat.of(scheme, HEADS, DIM, tokens, like)
     books = universal(scheme.key, like.device), universal(scheme.value, like.device)
     memory = torch.zeros(3, page.nbytes, dtype=torch.uint8)
-    layer = LayerPages(memory, page, books, torch.randn(HEADS, DIM))
+    layer = LayerPages(memory, page, books, Calibrated(torch.randn(HEADS, DIM)))
     query, keys, values = torch.randn(3, 1, HEADS, past + new, DIM).unbind()
     batch = Batch(tokens, like.device)
     if past:
