@@ -27,7 +27,7 @@ from ..errors import VQBackendError, VQCacheError
 from ..formats.scheme import VQScheme
 from ..ops.library import attention_problem
 from ..ops.reference.codes import mean_of
-from ..ops.rotary_mean import measure_means, pairs_interleave, rotated
+from ..ops.rotary_mean import KeyMoments, means_of, moments_of, rotated
 from ..transforms.key_smoothing import FEWEST, key_smoothing, squares
 from ..transforms.smoothing import partners
 from .kv_side import SideBuffers
@@ -103,15 +103,22 @@ class Rotary:
 
     def measured(self, keys: Tensor, first: int) -> Rotary:
         """The same, with the layout of pairs that keys [B, H, n, D] from position `first` show."""
-        positions = torch.arange(first, first + keys.shape[2], device=keys.device)
-        return Rotary(self.inv_freq, pairs_interleave(keys, positions, self.inv_freq))
+        return Rotary(self.inv_freq, self.moments(keys, first, known=False).interleaved)
 
-    def means(self, keys: Tensor, first: int) -> tuple[Tensor, Tensor]:
-        """`measure_means` of keys [B, H, n, D] from position `first`; rows below `least_strength`
-        stand, and weak pairs where `turning_together` says what turning costs."""
+    def moments(self, keys: Tensor, first: int, known: bool = True) -> KeyMoments:
+        """Of keys [B, H, n, D] from position `first`, with the layout of pairs that they show
+        unless it is known."""
         positions = torch.arange(first, first + keys.shape[2], device=keys.device)
+        return moments_of(keys, positions, self.inv_freq, self.interleaved if known else None)
+
+    def means(
+        self, keys: Tensor, first: int, moments: KeyMoments | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Mean and rotary mean of keys [B, H, n, D] from position `first`, whose moments may be
+        given; rows below `least_strength` stand, and weak pairs where `turning_together` says what
+        turning costs."""
         least, together = least_strength(keys.device), turning_together(keys.device)
-        return measure_means(keys, positions, self.inv_freq, self.interleaved, least, together)
+        return means_of(moments or self.moments(keys, first), keys, least, together)
 
 
 def rotary_of(
@@ -163,9 +170,11 @@ def freeze_means(layer: VQCacheLayer, keys: Tensor, prompt: int) -> None:
             continue
         last = prompt if prompt > first + layer.window else first + max(layer.window // 2, 1)
         tokens = keys[rows, :, first - origin : last - origin]
-        if layer._rotary is not None and not any(layer._frozen):
-            layer._rotary = layer._rotary.measured(tokens, first)
-        _measure(layer.k, layer._rotary, rows, tokens, first)
+        moments = None
+        if layer._rotary is not None:
+            moments = layer._rotary.moments(tokens, first, any(layer._frozen))
+            layer._rotary = Rotary(layer._rotary.inv_freq, moments.interleaved)
+        _measure(layer.k, layer._rotary, moments, rows, tokens, first)
         layer._frozen[row] = True
     layer._bound = None  # other kernels, if keys turn
 
@@ -178,13 +187,19 @@ def _rows(layer: VQCacheLayer) -> list[tuple[slice, int]]:
 
 
 def _measure(
-    side: SideBuffers, rotary: Rotary | None, rows: slice, tokens: Tensor, first: int
+    side: SideBuffers,
+    rotary: Rotary | None,
+    moments: KeyMoments | None,
+    rows: slice,
+    tokens: Tensor,
+    first: int,
 ) -> None:
     """Set the means of some rows.
 
     Args:
         side: the keys; its `mean` and `rotary_mean` are replaced, not written to.
         rotary: None: keys do not turn.
+        moments: of the tokens; None = they do not turn.
         rows: of the batch.
         tokens: keys [rows, H, n, D] of these rows, without sinks: theirs are unlike all others.
         first: position of the first of them.
@@ -195,7 +210,7 @@ def _measure(
         mean[rows] = mean_of(tokens)
         side.mean = mean
         return
-    mean[rows], turning = rotary.means(tokens, first)
+    mean[rows], turning = rotary.means(tokens, first, moments)
     side.mean, before = mean, side.rotary_mean
     if before is None and not turning.any():  # no layer pays for what no head needs
         return
@@ -204,17 +219,12 @@ def _measure(
     side.rotary_mean = after
 
 
-def pairs_of(
-    config: PreTrainedConfig | None, layer: int, keys: Tensor, side: SideBuffers
-) -> Rotary | None:
-    """How keys turn, if they can be smoothed: what later positions turn into what must be known.
-
-    Args:
-        side: of the keys; the others as of `Rotary.of`.
-    """
-    if side.mean is None or not smoothable(side.scheme):
+def pairs_of(layer: VQCacheLayer, keys: Tensor) -> Rotary | None:
+    """How keys [B, H, n, D] turn, if they can be smoothed: what later positions turn into what must
+    be known."""
+    if layer.k.mean is None or layer.calibrated is not None or not smoothable(layer.k.scheme):
         return None
-    return Rotary.of(config, layer, keys, None)
+    return layer._rotary or Rotary.of(layer.options.config, layer.index, keys, None)
 
 
 def smoothable(scheme: VQScheme) -> bool:
@@ -250,7 +260,7 @@ def see_queries(query: Tensor, keys: Tensor) -> None:
 
 @torch.no_grad()
 def smooth(layer: VQCacheLayer, query: Tensor, keys: Tensor) -> bool:
-    """Decide what the keys of each row are multiplied by that has FEWEST tokens behind its sinks.
+    """Decide what the keys of each row with FEWEST tokens behind its sinks are multiplied by.
 
     Args:
         query: [B, Hq, n, D] of the prompt.
@@ -260,29 +270,32 @@ def smooth(layer: VQCacheLayer, query: Tensor, keys: Tensor) -> bool:
         Whether codes have to be made again.
     """
     side, end = layer.k, min(keys.shape[2], layer.prompt.length or keys.shape[2])
-    if layer._pairs is None or side.mean is None:
+    pairs, known = layer._pairs, any(layer._frozen)
+    if pairs is None or side.mean is None:
         return False
-    factors, known = torch.ones_like(side.mean), any(layer._frozen)
+    if known:  # the layout of pairs
+        pairs = layer._rotary or pairs.measured(
+            keys[:, :, layer._sinks_end : end], layer._sinks_end
+        )
+    factors = torch.ones_like(side.mean)
     for row, (rows, start) in enumerate(_rows(layer)):
         first = start + layer.sinks
         if end - first < FEWEST:
             continue
         tokens, asked = keys[rows, :, first:end], query[rows, :, first:end]
-        pairs = layer._rotary if known and layer._rotary else layer._pairs.measured(tokens, first)
-        if layer._frozen[row if len(layer._frozen) > 1 else 0]:
-            mean, turning = side.mean[rows], side.rotary_mean
+        heads, dim = keys.shape[1], keys.shape[3]
+        if layer._frozen[row]:
+            held, mean, turning = squares(tokens, heads), side.mean[rows], side.rotary_mean
             turning = None if turning is None else turning[rows]
         else:  # those that will be decided later are of fewer tokens
-            mean, turning = pairs.means(tokens, first)
+            moments = pairs.moments(tokens, first, known)
+            mean, turning = pairs.means(tokens, first, moments)
+            held, pairs, known = moments.squares, Rotary(pairs.inv_freq, moments.interleaved), True
         means = mean.square() if turning is None else mean.square() + turning.square()
-        heads, partner = keys.shape[1], _partners(keys.shape[3], pairs, keys.device)
-        factors[rows] = key_smoothing(squares(asked, heads), squares(tokens, heads), means, partner)
+        partner = _partner(dim, 2 * len(pairs.inv_freq), pairs.interleaved, keys.device)
+        factors[rows] = key_smoothing(squares(asked, heads), held, means, partner)
     side.smoothing = factors
     return layer.coded > layer.first_code
-
-
-def _partners(head_dim: int, pairs: Rotary, device: torch.device) -> Tensor:
-    return _partner(head_dim, 2 * len(pairs.inv_freq), pairs.interleaved, device)
 
 
 @functools.lru_cache(maxsize=64)

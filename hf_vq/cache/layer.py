@@ -165,8 +165,7 @@ class VQCacheLayer(CacheLayerMixin):
         if centred[0]:
             of = self.options.config, self.index, key_states, (self.k, self.v), self.calibrated
             self._rotary = key_means.rotary_of(*of)
-        if centred[0] and self.calibrated is None:
-            self._pairs = key_means.pairs_of(self.options.config, self.index, key_states, self.k)
+            self._pairs = key_means.pairs_of(self, key_states)
         if self.calibrated is not None:
             key_means.use_calibrated(
                 self.k, self.calibrated, self._rotary, self._start_tensor, self.where

@@ -125,6 +125,13 @@ class VQStaticLayer(VQCacheLayer):
         if mean is not None and self.k.mean is not mean:
             assert self.k.mean is not None
             self.k.mean = mean.copy_(self.k.mean)
+        self._publish_smoothing()
+
+    def _publish_smoothing(self) -> None:
+        kept = self.static.key.smoothing
+        if kept is not None and self.k.smoothing is not kept:
+            assert self.k.smoothing is not None
+            self.k.smoothing = kept.copy_(self.k.smoothing)
 
     def _publish_rotary_mean(self) -> None:
         """As `_publish`. Where no head turns, a GPU then has no rotary mean, whose attention takes
@@ -246,8 +253,8 @@ class VQStaticLayer(VQCacheLayer):
             for part in (self.static.key_mean_known, self.static.key.mean, self.k.rotary_mean):
                 if part is not None:
                     part.zero_()
-        if self.k.smoothing is not None:
-            self.k.smoothing.fill_(1)
+            if self.k.smoothing is not None:
+                self.k.smoothing.fill_(1)
         self._set_length()
 
     def _restart(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -316,10 +323,7 @@ class VQStaticLayer(VQCacheLayer):
     def see_queries(self, query: Tensor, keys: Tensor) -> None:
         """As `VQCacheLayer.see_queries`."""
         super().see_queries(query, keys)
-        of_device = self.static.key.smoothing
-        if of_device is not None and self.k.smoothing is not of_device:
-            assert self.k.smoothing is not None
-            self.k.smoothing = of_device.copy_(self.k.smoothing)
+        self._publish_smoothing()
 
     def _trim(self, keys: Tensor, values: Tensor) -> None:
         for side, floats in ((self.k, keys), (self.v, values)):

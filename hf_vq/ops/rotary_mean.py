@@ -99,7 +99,9 @@ class KeyMoments:
     def __init__(self, inv_freq: Tensor, interleaved: bool) -> None:
         self.inv_freq, self.interleaved = inv_freq, interleaved
         self.tokens = self.span = 0  # of all, and of the longest sequence
-        self._standing = self._turning = self._energy = torch.zeros((), device=inv_freq.device)
+        zero = torch.zeros((), device=inv_freq.device)
+        self._standing = self._turning = self.squares = zero
+        """`squares`: mean squares of each channel, float32 [B, H, 1, D]."""
 
     def add(self, keys: Tensor, positions: Tensor) -> KeyMoments:
         """Count keys [B, H, n, D] at `positions` int64 [n] or [B, n], one after another, too."""
@@ -108,12 +110,11 @@ class KeyMoments:
             some, at = keys[:, :, begin : begin + _AT_ONCE].float(), positions[..., begin:]
             at, number = at[..., :_AT_ONCE], some.shape[2]
             turned_back = rotated(some, self.inv_freq, self.interleaved, -at)
-            squares = mean_of(some.square()).sum(-1, keepdim=True)
             self.tokens += number
             share = number / self.tokens  # 1 of the first: their mean is not rounded again
             self._standing = torch.lerp(self._standing, mean_of(some), share)
             self._turning = torch.lerp(self._turning, mean_of(turned_back), share)
-            self._energy = torch.lerp(self._energy, squares, share)
+            self.squares = torch.lerp(self.squares, mean_of(some.square()), share)
         self.span = max(self.span, count)
         return self
 
@@ -129,7 +130,7 @@ class KeyMoments:
         stood, turned = (_pair_energy(x, count, self.interleaved) for x in (standing, turning))
         best = torch.maximum(stood, turned).sum(-1, keepdim=True)
         best = best + standing[..., count:].square().sum(-1, keepdim=True)
-        return stood, turned, (self._energy - best).clamp_min(0)
+        return stood, turned, (self.squares.sum(-1, keepdim=True) - best).clamp_min(0)
 
     def _given_by_standing(self) -> Tensor:
         """What a pair that stands gives the codes, at most, up to FAR tokens on, in units of |m|^2:
@@ -196,7 +197,14 @@ def measure_means(
 
     The mean of a head that does not turn is `mean_of` its keys, to the last bit.
     """
-    moments = KeyMoments(inv_freq, interleaved).add(keys, positions)
+    moments = moments_of(keys, positions, inv_freq, interleaved)
+    return means_of(moments, keys, strength, together)
+
+
+def means_of(
+    moments: KeyMoments, keys: Tensor, strength: float = 0.0, together: int = 1
+) -> tuple[Tensor, Tensor]:
+    """`measure_means` of the keys [B, H, n, D] whose moments these are."""
     standing, turning = moments.means(strength, together)
     if keys.shape[2] > _AT_ONCE:  # moments in parts are rounded more often
         stands = ~turning.any(-1, keepdim=True)
@@ -216,14 +224,17 @@ def interleave(halves: Tensor, neighbours: Tensor, tokens: int) -> bool:
     return tokens >= _FEWEST and bool(neighbours.sum() < DIFFERENT * halves.sum())
 
 
-def pairs_interleave(keys: Tensor, positions: Tensor, inv_freq: Tensor) -> bool:
-    """`interleave` of keys; arguments as of `measure_means`."""
-    if keys.shape[2] < _FEWEST:
-        return False
+def moments_of(
+    keys: Tensor, positions: Tensor, inv_freq: Tensor, interleaved: bool | None
+) -> KeyMoments:
+    """Moments of keys [B, H, n, D] at `positions`, of pairs as they show (`interleave`) where
+    `interleaved` is None."""
+    if interleaved is not None or keys.shape[2] < _FEWEST:
+        return KeyMoments(inv_freq, bool(interleaved)).add(keys, positions)
     halves, neighbours = (
-        KeyMoments(inv_freq, layout).add(keys, positions).left for layout in (False, True)
+        KeyMoments(inv_freq, layout).add(keys, positions) for layout in (False, True)
     )
-    return interleave(halves, neighbours, keys.shape[2])
+    return neighbours if interleave(halves.left, neighbours.left, keys.shape[2]) else halves
 
 
 def _strongest(energy: Tensor, little: Tensor, together: int) -> Tensor:

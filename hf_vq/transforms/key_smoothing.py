@@ -30,12 +30,15 @@ _LEAST = (
 def squares(x: Tensor, heads: int) -> Tensor:
     """Mean squares of each channel of rows [B, Hq, n, D], over tokens and the Hq / `heads` heads
     that share one: float32 [B, heads, 1, D]."""
-    norms = torch.linalg.vector_norm(x, dim=2, keepdim=True, dtype=torch.float32)
-    return (norms.square() / max(x.shape[2], 1)).unflatten(1, (heads, -1)).mean(2)
+    grouped = x.unflatten(1, (heads, -1))
+    norms = torch.linalg.vector_norm(grouped, dim=(2, 3), dtype=torch.float32)
+    return norms[:, :, None].square() / max(grouped.shape[2] * grouped.shape[3], 1)
 
 
 def key_smoothing(queries: Tensor, keys: Tensor, means: Tensor, partner: Tensor) -> Tensor:
     """s of each channel; their geometric mean is about 1: float32 [B, H, 1, D].
+
+    On a GPU it is a row of small launches for each layer of a prompt: as few as possible.
 
     Args:
         queries: `squares` of the queries, [B, H, 1, D].
@@ -44,12 +47,13 @@ def key_smoothing(queries: Tensor, keys: Tensor, means: Tensor, partner: Tensor)
         partner: of each channel under rotary embeddings, int64 [D] (`smoothing.partners`): tokens
             that come later turn one into the other, so that they share their s.
     """
-    asked, held, known = ((x + x[..., partner]) / 2 for x in (queries, keys, means))
-    left = torch.maximum(held - known, _LEAST * held)
-    asked, left = (torch.maximum(x, _LEAST * x.mean(-1, keepdim=True)) for x in (asked, left))
-    logs = (asked / left).log() / 4
-    factor = (logs - logs.mean(-1, keepdim=True)).exp().clamp(1 / MOST, MOST)
-    before = asked.sum(-1, keepdim=True) * left.sum(-1, keepdim=True)
-    after = (asked / factor.square()).sum(-1, keepdim=True)
-    after = after * (left * factor.square()).sum(-1, keepdim=True)
+    of_pairs = torch.stack([queries, keys, means])
+    asked, held, known = of_pairs + of_pairs[..., partner]
+    both = torch.stack([asked, torch.maximum(held - known, _LEAST * held)])  # with what is left
+    both = torch.maximum(both, _LEAST * both.mean(-1, keepdim=True))
+    logs = both.log()
+    factor = (logs[0] - logs[1]) / 4
+    factor = (factor - factor.mean(-1, keepdim=True)).exp().clamp(1 / MOST, MOST)
+    before = both.sum(-1, keepdim=True).prod(0)
+    after = both.prod(0).sqrt().sum(-1, keepdim=True).square()
     return torch.where(before >= WORTH * after, factor, 1.0)  # NaN is not
