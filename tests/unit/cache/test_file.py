@@ -122,7 +122,7 @@ def cut(tensors: dict[str, Tensor], name: str) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], Any], str]] = {
-    "newer": (lambda d, t: d.update(format_version=3), "upgrade hf_vq"),
+    "newer": (lambda d, t: d.update(format_version=4), "upgrade hf_vq"),
     "version text": (lambda d, t: d.update(format_version="1"), "format_version '1'"),
     "unknown scheme": (lambda d, t: d.update(key_scheme="vq9"), "'vq9' is not a scheme"),
     "learned scheme": (

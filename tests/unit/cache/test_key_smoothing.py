@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
+from transformers import Gemma3TextConfig, LlamaConfig
 
 from hf_vq.cache import VQCache, VQCacheLayer, attend, see_queries
 from hf_vq.cache.key_means import Calibrated
@@ -45,7 +45,11 @@ def states(count: int, batch: int = 2, sizes: Tensor | None = None) -> Prompt:
     """Queries [B, SHARE HEADS, n, D], keys and values; keys are large where queries are small."""
     sizes = unlike() if sizes is None else sizes
     query = torch.randn(batch, SHARE * HEADS, count, DIM) / sizes.repeat_interleave(SHARE, 1)
-    return query, torch.randn(batch, HEADS, count, DIM) * sizes, torch.randn(batch, HEADS, count, DIM)
+    return (
+        query,
+        torch.randn(batch, HEADS, count, DIM) * sizes,
+        torch.randn(batch, HEADS, count, DIM),
+    )
 
 
 def cache_of(config: LlamaConfig | None = None, scheme: str = "u4", **options: Any) -> VQCache:

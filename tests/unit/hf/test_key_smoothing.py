@@ -107,7 +107,7 @@ def test_a_short_prompt(model: LlamaForCausalLM) -> None:
         assert smoothed(cache) == wanted
 
 
-@pytest.mark.parametrize("scheme", ["u4", "u2"])
+@pytest.mark.parametrize("scheme", ["u4", "u3", "nomad-u4"])
 def test_logits_with_outliers(
     model: LlamaForCausalLM, scheme: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,8 +120,7 @@ def test_logits_with_outliers(
         with monkeypatch.context() as patch:
             if not sees:
                 patch.setattr(VQCacheLayer, "see_queries", lambda *_: None)
-            # Values have 4 bits either way, so that keys decide.
-            cache = VQCache(model.config, "u4" if scheme == "u4" else "u3", window=4)
+            cache = VQCache(model.config, scheme, window=4)
             logits = run(model, cache, ids, 120).log_softmax(-1)
         assert smoothed(cache) == sees
         found.append(float((exact.exp() * (exact - logits)).sum(-1).mean()))

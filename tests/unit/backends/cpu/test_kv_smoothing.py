@@ -317,9 +317,7 @@ def test_bound_kernels(turning: float) -> None:
 
 @pytest.mark.parametrize("turning", [0.0, 20.0])
 @pytest.mark.parametrize("start", [[0, 0], [0, 5]])
-def test_a_static_layer(
-    turning: float, start: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_static_layer(turning: float, start: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Its codes are those of the reference; then it is a growing one."""
     grown, keys = layer(batch=2, turning=turning, length=200)
     values, slots = torch.randn_like(keys), 48
