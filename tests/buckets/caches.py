@@ -270,6 +270,7 @@ def _of_request(
             for x in (side.codes, side.scale)
         )
         found = _decoded(codes, scale, side.codebook, side.parsed, query.shape[3])
+        found = found if side.smoothing is None else found / side.smoothing.double()
         return found if side.mean is None else found + side.mean.double()
 
     keys, values = rows(cached.key), rows(cached.value)
@@ -306,6 +307,8 @@ def _of_rows(
         some = slice(first, first + coded)
         codes, scale = side.codes[rows, :, some], side.scale[rows, :, some]
         part = _decoded(codes, scale, side.codebook, side.parsed, tail.shape[3])
+        if side.smoothing is not None:
+            part = part / side.smoothing[rows].double()
         if side.mean is not None:
             part = part + side.mean[rows].double()
         if side is cached.key:

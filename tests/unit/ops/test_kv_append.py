@@ -15,7 +15,7 @@ from hf_vq.formats.packing import packed_size
 from hf_vq.formats.scheme import VQScheme
 from hf_vq.formats.shared import universal_tensor
 from hf_vq.formats.tensors import kv_codebook_spec
-from hf_vq.ops import encode_kv
+from hf_vq.ops import encode_kv, kv_append
 from hf_vq.ops.kv import flatten
 from hf_vq.ops.layout import BLOCK, block_bytes, to_rows
 from hf_vq.ops.reference import codes as reference
@@ -75,6 +75,27 @@ def test_it_is_encode_in_its_place(name: str, layout: str, dtype: torch.dtype) -
         assert torch.equal(after, before)
         assert torch.equal(scale[:, :, at : at + 20], scales)
         assert scale.isfinite().sum() == scales.numel()
+
+
+@pytest.mark.parametrize("layout", ["rows", "planes", "quads"])
+@pytest.mark.parametrize("name", ["u4", "u3", "u2", "nomad-u4"])
+def test_smoothed_rows(name: str, layout: str) -> None:
+    """What is left of a row is multiplied; attention and whoever decodes divides."""
+    scheme, dim, at = SCHEMES[name], 32, 250
+    codebook, x = codebook_of(scheme, 3, dim), 2 * torch.randn(2, 3, 20, dim)
+    mean, factor = torch.randn(2, 3, 1, dim), torch.randn(2, 3, 1, dim).exp()
+    for centre in (mean, None):
+        codes, scale = tape(scheme, 3, dim, 2, layout)
+        view = one_side(x, centre, codebook, codes, scale, at, scheme.spec(), layout)
+        kv_append(x, x[:, :, :0], view.replace(key_smoothing=factor))
+        rows = (x - (0 if centre is None else centre)) * factor
+        wanted, scales = encode_kv(rows, codebook, scheme)
+        assert torch.equal(to_rows(codes, at, 20, scheme.entry_bits, layout), wanted)
+        assert torch.equal(scale[:, :, at : at + 20], scales)
+        kv_append(x, x[:, :, :0], view.replace(key_smoothing=torch.ones_like(factor)))
+        ones = to_rows(codes, at, 20, scheme.entry_bits, layout).clone()
+        kv_append(x, x[:, :, :0], view)
+        assert torch.equal(to_rows(codes, at, 20, scheme.entry_bits, layout), ones)
 
 
 @pytest.mark.parametrize("layout", ["rows", "planes"])

@@ -12,7 +12,7 @@ from hf_vq.cache.lazy_kv import decoded
 from hf_vq.errors import VQCacheError
 from hf_vq.ops import KVCacheView, kv_attention
 from hf_vq.ops.kv import flatten
-from tests.fixtures.kv.attention_float64 import make, written_out
+from tests.fixtures.kv.attention_float64 import decode, make, written_out
 from tests.fixtures.kv.layouts import layouts  # noqa: F401
 
 
@@ -54,6 +54,30 @@ SCHEMES += ["qserve-kv4"]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_schemes_and_dtypes(scheme: str, dtype: torch.dtype) -> None:
     check(torch.randn(2, 2, 1, 64).to(dtype), make(scheme, dtype, length=29, window=8))
+
+
+@pytest.mark.parametrize("scheme", ["u4", "u3", "u2", "k4v2", "nomad-u4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_smoothed_keys(scheme: str, dtype: torch.dtype) -> None:
+    cached = make(scheme, dtype, length=29, window=8, fresh=3, smoothed=True)
+    for queries in (1, 3):
+        check(torch.randn(2, 4, queries, 64).to(dtype), cached)
+    check(torch.randn(2, 4, 1, 64).to(dtype), cached.replace(key_mean=None))
+    keys = written_out_keys(cached)
+    bound = 2 * torch.finfo(dtype).eps + 2e-5
+    torch.testing.assert_close(decoded(cached, "key").double(), keys, rtol=bound, atol=bound)
+
+
+def written_out_keys(cached: KVCacheView) -> Tensor:
+    """Codes, decoded, with the floats of the window behind them and sinks in front."""
+    key = cached.key
+    assert key.smoothing is not None and key.mean is not None
+    rows = decode(cached, "k", torch.float64) / key.smoothing + key.mean
+    begin = cached.max_seqlen - cached.window - cached.num_new + 1
+    floats = key.recent[:, :, begin - cached.recent_start :].double()
+    rows = torch.cat([rows[:, :, :begin], floats], 2)
+    rows[:, :, : key.sinks.shape[2]] = key.sinks.double()
+    return rows
 
 
 @pytest.mark.parametrize(("heads", "query_heads"), [(4, 4), (2, 4), (1, 4)])

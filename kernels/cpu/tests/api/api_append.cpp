@@ -10,7 +10,7 @@
 namespace hf_vq::check {
 namespace {
 
-// The codes and the scale of one token against plain arithmetic. `row` is x - mean.
+// The codes and the scale of one token against plain arithmetic. `row` is what is coded: s (x - mean).
 void check_token(const Tape& tape, const char* isa, int64_t b, int64_t h, int64_t token, double* row) {
   const hf_vq_codes& c = tape.c;
   tape.rotate(row);
@@ -66,6 +66,7 @@ void check_append(const Coding& coding, int dim, int64_t n, int64_t at, const ch
   const int64_t batch = random_int(1, 2), heads = random_int(1, 2);
   Tape tape(coding, batch, heads, at + n + random_int(0, 3), dim, random_bits() % 2);
   if (coding.x == 1 && random_bits() % 2) sort_entries(tape);
+  if (random_bits() % 2) tape.add_smoothing();
   Rows x(random_dtype(), batch, heads, n, dim);
   const bool rotary = random_bits() % 3 == 0;
   if (rotary) {
@@ -98,6 +99,7 @@ void check_append(const Coding& coding, int dim, int64_t n, int64_t at, const ch
         for (int64_t i = 0; i < dim; ++i)
           decoded[size_t(i)] = rotary ? x.at(b, h, t, i) - tape.mean_of(b, h, i) - decoded[size_t(i)]
                                       : double(float(x.at(b, h, t, i)) - float(tape.mean_of(b, h, i)));
+        for (int64_t i = 0; i < dim; ++i) decoded[size_t(i)] *= tape.smoothing_of(b, h, i);
         check_token(tape, isa, b, h, at + t, decoded.get());
       }
       bool kept = true;
@@ -130,6 +132,7 @@ void check_append(const Coding& coding, int dim, int64_t n, int64_t at, const ch
 void check_wild(const Coding& coding, int dim) {
   Tape tape(coding, 1, 2, 300, dim, true);
   if (random_bits() % 2) tape.add_rotary(1);
+  if (random_bits() % 2) tape.add_smoothing();
   tape.make_wild();
   Rows x(random_dtype(), 1, 2, random_int(1, 300), dim);
   x.numbers.make_wild();

@@ -67,6 +67,7 @@ struct Step {
     k.c.count = v.c.count = s.coded;
     const float sizes[] = {0.5f, 20, 200};
     if (random_bits() % 2) k.add_rotary(sizes[random_int(0, 2)]);
+    if (random_bits() % 2) k.add_smoothing();
     step.k = k.c;
     step.v = v.c;
     step.sink_k = sink_k.f;
@@ -230,6 +231,7 @@ struct Step {
     // Sums of floats, whose errors add up like a random walk; exp and tanh.
     const double dim = double(values.dim), blocks = double(total) / 256;
     const double sums = kHalfUlp * (32 + 4 * std::sqrt(blocks)) * std::sqrt(dim);
+    products += smoothed_products(b, head, q);
     double logit = kHalfUlp * (double(keys.dim) / 4 + 32) * products + dot_apart(b, head, q);
     logit = logit * double(step.scaling) + 1e-6 * (1 + double(step.softcap));
     for (int64_t d = 0; d < values.dim; ++d) {
@@ -279,20 +281,34 @@ struct Step {
     return x;
   }
 
+  // The same, divided by the smoothing of the keys.
+  Guarded<double> unsmoothed(int64_t b, int64_t head, int64_t q) const {
+    Guarded<double> x = query_of(b, head, q);
+    for (int64_t d = 0; d < k.c.dim; ++d) x[size_t(d)] /= k.smoothing_of(b, head / group, d);
+    return x;
+  }
+
+  // What |q / s| |s k| is at most over coded keys, whose products are rounded to float32 after the rotation.
+  double smoothed_products(int64_t b, int64_t head, int64_t q) const {
+    if (k.c.smoothing == nullptr) return 0;
+    const Guarded<double> x = unsmoothed(b, head, q);
+    double squares = 0;
+    for (int64_t d = 0; d < k.c.dim; ++d) squares += x[size_t(d)] * x[size_t(d)];
+    return std::sqrt(squares * double(k.c.dim)) * k.largest * k.largest_scale(b, head / group);
+  }
+
   // By how much the dot of a query with a coded key may differ, which is exact but for rounding to 8 bits: of
   // the rotated query, or of its products with learned entries.
   double dot_apart(int64_t b, int64_t head, int64_t q) const {
     const int64_t dim = k.c.dim;
-    Guarded<double> x = query_of(b, head, q);
+    Guarded<double> x = unsmoothed(b, head, q);
     if (!k.c.learned) {
       k.rotate(x.get());
-      double unit, scale = 0;
+      double unit;
       const double doubt = doubt_of_rounding(x.get(), dim, k.c.block, unit);
       int either = 0;
       for (int64_t d = 0; d < dim && unit > 0; ++d) either += undecided(x[size_t(d)] / unit, doubt);
-      for (int64_t t = 0; t < k.c.count; ++t)
-        scale = std::fmax(scale, std::fabs(k.scale_of(b, head / group, k.c.first + t)));
-      return either * unit * k.largest * scale;
+      return either * unit * k.largest * k.largest_scale(b, head / group);
     }
     Tables t(k, head / group, x.get());
     double total = 0;
@@ -318,7 +334,7 @@ struct Step {
   // numbers by up to half a step have a deviation of 0.29 sqrt(n) steps.
   double dot_error(int64_t b, int64_t head, int64_t q, int64_t token) const {
     const int64_t h = head / group;
-    Guarded<double> x = query_of(b, head, q);
+    Guarded<double> x = unsmoothed(b, head, q);
     double squares = 0, entries = 0;
     if (k.c.learned) {
       Tables t(k, h, x.get());
@@ -388,12 +404,13 @@ void check_attention(Step& s, Tally& tally) {
     // Queries and entries of keys have 8 bits, which moves logits by up to one percent of the largest.
     that(worst <= (0.03 + last_bit) * s.size + s.rounding && excess <= 0,
          "attention %s %s / %s dim %d %d, coded %d from %d and %d, total %d, tail from %d, sinks %d, window %d, "
-         "fresh %d, queries %d, group %d%s%s%s, %d rotary pairs from %d: error %g, from scalar %g more "
+         "fresh %d, queries %d, group %d%s%s%s%s, %d rotary pairs from %d: error %g, from scalar %g more "
          "than allowed, of %g",
          isas.names[i], s.k.coding.name, s.v.coding.name, s.k.c.dim, s.v.c.dim, int(s.k.c.count), int(s.k.c.first),
          int(s.v.c.first), int(s.total), int(s.step.tail_start), int(s.sink_k.f.tokens), int(s.step.window),
          int(s.step.fresh), int(s.queries), int(s.group), s.step.mask ? ", mask" : "", s.step.start ? ", start" : "",
-         s.step.s_aux ? ", s_aux" : "", int(s.k.inv_freq.size()), int(s.k.c.rotary_start), worst, excess, s.size);
+         s.step.s_aux ? ", s_aux" : "", s.k.c.smoothing ? ", smoothing" : "", int(s.k.inv_freq.size()),
+         int(s.k.c.rotary_start), worst, excess, s.size);
     if (!compared) first = std::move(got);
     compared = true;
   }
@@ -423,6 +440,7 @@ void check_scores(Step& s, Tally& tally) {
           }
           const double got = double(score[size_t((b * queries + head * s.queries) * count + j)]);
           const double error = std::fabs(got - want * double(s.step.scaling));
+          sizes += s.smoothed_products(b, head, 0);
           const double floats = kHalfUlp * (double(s.k.c.dim) / 4 + 32) * sizes;
           const double allowed = s.dot_error(b, head, 0, s.k.c.first + j) + floats;
           worst = std::isfinite(error) ? std::fmax(worst, error) : INFINITY;

@@ -33,7 +33,7 @@ struct Tape {
   int64_t batch, heads, tokens, vectors, block_bytes;
   Guarded<uint8_t> data;
   Guarded<uint16_t> scale, codebook;
-  Guarded<float> mean, rotary_mean, rotary_table, inv_freq;
+  Guarded<float> mean, smoothing, rotary_mean, rotary_table, inv_freq;
   double largest = 0;  // of the entries
   bool interleaved = false;
 
@@ -62,15 +62,33 @@ struct Tape {
       mean = Guarded<float>(size_t(lists * dim));
       for (size_t i = 0; i < mean.size(); ++i) mean[i] = random_normal();
       c.mean = mean.get();
-      c.mean_stride[0] = heads * dim;
-      c.mean_stride[1] = dim;
     }
+    c.mean_stride[0] = heads * dim;
+    c.mean_stride[1] = dim;
     c.layout = how.layout;
     c.x = how.x;
     c.bits = how.bits;
     c.learned = how.learned;
     c.dim = dim;
     c.block = how.learned ? 1 : dim & -dim;
+  }
+
+  // Factors of universal codes; those of some heads are 1. The mean square of 1 / s is 1, so that logits are as large
+  // as without.
+  void add_smoothing() {
+    if (coding.learned) return;
+    smoothing = Guarded<float>(size_t(batch * heads * c.dim));
+    for (int64_t list = 0; list < batch * heads; ++list) {
+      float* s = &smoothing[size_t(list * c.dim)];
+      const float spread = random_bits() % 4 == 0 ? 0.0f : 0.7f;
+      double inverse = 0;
+      for (int i = 0; i < c.dim; ++i) {
+        s[i] = std::exp(spread * random_normal());
+        inverse += 1 / (double(s[i]) * double(s[i])) / c.dim;
+      }
+      for (int i = 0; i < c.dim; ++i) s[i] *= float(std::sqrt(inverse));
+    }
+    c.smoothing = smoothing.get();
   }
 
   // A rotary mean of about `size`: of all pairs, of some, or of some heads.
@@ -129,6 +147,7 @@ struct Tape {
     fill_random(scale.get(), scale.bytes());
     fill_random(codebook.get(), codebook.bytes());
     fill_random(mean.get(), mean.bytes());
+    fill_random(smoothing.get(), smoothing.bytes());
     fill_random(rotary_mean.get(), rotary_mean.bytes());
   }
 
@@ -168,8 +187,19 @@ struct Tape {
     return double(half_to_float(scale[size_t(b * c.scale_stride[0] + h * c.scale_stride[1] + token)]));
   }
 
+  // Of the tokens that attention reads.
+  double largest_scale(int64_t b, int64_t h) const {
+    double scale = 0;
+    for (int64_t t = 0; t < c.count; ++t) scale = std::fmax(scale, std::fabs(scale_of(b, h, c.first + t)));
+    return scale;
+  }
+
   double mean_of(int64_t b, int64_t h, int64_t i) const {
     return c.mean == nullptr ? 0 : double(mean[size_t(b * c.mean_stride[0] + h * c.mean_stride[1] + i)]);
+  }
+
+  double smoothing_of(int64_t b, int64_t h, int64_t i) const {
+    return c.smoothing == nullptr ? 1 : double(smoothing[size_t(b * c.mean_stride[0] + h * c.mean_stride[1] + i)]);
   }
 
   void rotate(double* row) const {
@@ -181,7 +211,7 @@ struct Tape {
     for (int64_t i = 0; i < c.dim; ++i)
       row[i] = entry(h, i / c.x, code(c.data, b, h, token, i / c.x), int(i % c.x)) * scale_of(b, h, token);
     rotate(row);
-    for (int64_t i = 0; i < c.dim; ++i) row[i] += mean_of(b, h, i);
+    for (int64_t i = 0; i < c.dim; ++i) row[i] = row[i] / smoothing_of(b, h, i) + mean_of(b, h, i);
     add_turned(b, h, token, row);
   }
 

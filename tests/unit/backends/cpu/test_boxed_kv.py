@@ -119,6 +119,7 @@ def test_the_ops_refuse_what_does_not_belong_together():
         "value_sinks": cached.value.sinks[:, :, :1],
         "value_codebook": cached.value.codebook.float(), "key_recent": cached.key.recent[..., :16],
         "value_recent": cached.value.recent.double(), "key_mean": torch.zeros(1, 1, 1, DIM),
+        "key_smoothing": torch.ones(1, 1, 1, DIM),
     }  # fmt: skip
     for name, value in wrong.items():
         assert directly(query, cached.replace(**{name: value})) is None, name
@@ -128,9 +129,13 @@ def test_the_ops_refuse_what_does_not_belong_together():
     shape = cpu_attention._shape_tensor(cached.key.scheme, DIM, cached.key.layout)
     x, none = torch.randn(1, 2, 3, DIM), torch.empty(0)
     op, held = boxed_ops.cpu_append(), cached.key.codes.shape[2] * 256
-    assert op(x, none, cached.key.codebook, *tape, shape, none, none, held - 3, 0) is not None
+    assert op(x, none, none, cached.key.codebook, *tape, shape, none, none, held - 3, 0) is not None
     for at in (-1, held - 2):
-        assert op(x, none, cached.key.codebook, *tape, shape, none, none, at, 0) is None
-    assert op(x, none, cached.key.codebook, *tape, shape.long(), none, none, 0, 0) is None
-    assert op(x[..., :16], none, cached.key.codebook, *tape, shape, none, none, 0, 0) is None
-    assert op(*[none] * 8, 0, 0) is None
+        assert op(x, none, none, cached.key.codebook, *tape, shape, none, none, at, 0) is None
+    assert op(x, none, none, cached.key.codebook, *tape, shape.long(), none, none, 0, 0) is None
+    assert op(x[..., :16], none, none, cached.key.codebook, *tape, shape, none, none, 0, 0) is None
+    for factor in (torch.ones(1, 2, 1, 16), torch.ones(1, 2, 1, DIM).double()):
+        assert (
+            op(x, none, factor, cached.key.codebook, *tape, shape, none, none, held - 3, 0) is None
+        )
+    assert op(*[none] * 9, 0, 0) is None

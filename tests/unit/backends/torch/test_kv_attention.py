@@ -102,6 +102,47 @@ def test_tail_shorter_than_the_window() -> None:
     check(torch.randn(2, 2, 4, 16), cached)
 
 
+@pytest.mark.parametrize("scheme", ["u4", "u3", "u2", "k4v2", "nomad-u4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("start", [None, [3, 0], [0, 11]])
+def test_smoothed_keys(scheme: str, dtype: torch.dtype, start: list[int] | None) -> None:
+    cached = make(scheme, dtype, length=53, window=8, fresh=11, start=start, smoothed=True)
+    assert cached.key.smoothing is not None
+    mask = None if start is None else causal(11, 53, start)
+    for groups in (1, 4):
+        query = torch.randn(2, 2 * groups, 11, 64).to(dtype)
+        check(query, cached, mask=mask)
+        check(query, cached, mask=mask, sink_logits=torch.randn(2 * groups), softcap=4.0)
+    check(query, cached.replace(key_mean=None), mask=mask)
+    check(query[:, :, :1], cached, mask=None if mask is None else mask[:, :, -1:])
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("start", [None, [0, 11]])
+def test_smoothed_keys_that_turn(interleaved: bool, start: list[int] | None) -> None:
+    """As those that are decoded, turned and read as floats."""
+    cached = make(dim=16, length=50, window=8, fresh=12, smoothed=True, start=start)
+    turning = torch.randn(2, 2, 1, 16)
+    turning[..., 8:] = 0
+    cached = cached._replace(
+        key_rotary_mean=turning, rotary_inv_freq=torch.tensor([1.0, 0.3, 0.1, 0.03]),
+        rotary_interleaved=interleaved, rotary_start=7,
+    )  # fmt: skip
+    query = torch.randn(2, 4, 12, 16)
+    mask = None if start is None else causal(12, 50, start)
+    out = kv_attention(query, cached, mask=mask, softmax_scale=0.25)
+    with dispatch.using(entry for entry in dispatch.ENTRIES if entry.name == "reference"):
+        wanted = kv_attention(query, cached, mask=mask, softmax_scale=0.25)
+    torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_factors_of_one_change_nothing() -> None:
+    cached = make(dim=16, length=50, window=8, fresh=12)
+    query = torch.randn(2, 4, 12, 16)
+    ones = cached.replace(key_smoothing=torch.ones(2, 2, 1, 16))
+    assert torch.equal(*(kv_attention(query, each, softmax_scale=0.25) for each in (cached, ones)))
+
+
 def test_softcap_and_sink_logits() -> None:
     cached = make(dim=16, length=50, window=8, fresh=12)
     query = 3 * torch.randn(2, 4, 12, 16)
