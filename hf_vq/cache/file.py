@@ -25,7 +25,7 @@ from ..formats.catalog import Allocation
 from ..transforms.key_smoothing import MOST
 from . import safetensors_file
 from .codebooks import SINKS, KVCodebooks, described, learned, scheme_in
-from .key_means import Rotary
+from .key_means import Rotary, smoothable
 from .kv_side import SideBuffers
 from .layer import VQCacheLayer
 from .safetensors_file import typed
@@ -138,7 +138,7 @@ def _parts(layer: VQCacheLayer) -> list[tuple[str, str, Tensor]]:
             ("k", "rotary_mean", layer.k.rotary_mean),
             ("k", "inv_freq", layer._rotary.inv_freq),
         ]
-    if layer.k.smoothing is not None:
+    if layer.k.smoothing is not None and bool((layer.k.smoothing != 1).any()):
         parts.append(("k", "smoothing", layer.k.smoothing))
     for side, store in (("k", layer.k), ("v", layer.v)):
         parts += [
@@ -343,7 +343,8 @@ class _Reader:
     def _smoothing(self, layer: VQCacheLayer, batch: int, heads: int) -> Tensor:
         smoothing = self.take("k_smoothing", torch.float32, batch, heads, 1, layer.k.dim)
         least, most = (float(x) for x in smoothing.aminmax())
-        if layer.k.mean is None or learned(layer.k.scheme) or not 1 / MOST <= least <= most <= MOST:
+        wanted = layer.k.mean is not None and smoothable(layer.k.scheme)
+        if not (wanted and 1 / MOST <= least <= most <= MOST):
             raise VQFormatError(
                 f"{self.prefix}k_smoothing of {layer.k.scheme.notation()} lies between {least} and "
                 f"{most}"

@@ -286,12 +286,12 @@ class VQCacheLayer(CacheLayerMixin):
         """Let the queries [B, Hq, n, D] of the prompt decide what its keys [B, H, n, D] are
         multiplied by before they are coded (`key_means.smooth`), and encode them again.
 
-        Attention calls it, as an update brings no queries. It is no part of the update: whoever
-        reads codes before it does, reads right ones.
+        Attention calls it, as an update brings no queries. If none does, keys stay unchanged.
         """
-        if self.length != keys.shape[2] or not key_means.smooth(self, query, keys):
-            return
         with storing(self.device):
+            if self.length != keys.shape[2] or not key_means.smooth(self, query, keys):
+                return
+            self.version += 1
             coded = slice(self.first_code, self.coded)
             view = self._view(self.k.tail.view(), self.v.tail.view(), self.first_code, 0)
             kv_append(keys[:, :, coded], self.v.tail.view()[:, :, :0], view)

@@ -59,8 +59,8 @@ class KVUpdate:
         """Raise VQCacheError if the tokens were cropped since."""
         if self.version != self.owner.version:
             raise VQCacheError(
-                "these keys or values were returned by an update() before a later crop() or "
-                "reset(); they are gone. Use what the latest update() returned."
+                "these keys or values were returned before a later crop() or reset(), or before "
+                "the prompt's attention; they are gone. Use what the latest update() returned."
             )
 
     def dense(self, which: str) -> Tensor:

@@ -20,7 +20,7 @@ from torch.compiler import is_compiling
 from ..errors import VQCacheError
 from ..ops import KVCacheView, KVSide, kv_append, kv_attention
 from ..ops.kv import flatten
-from .key_means import Rotary, use_calibrated
+from .key_means import Rotary, pairs_of, use_calibrated
 from .layer import SLACK, VQCacheLayer
 from .lazy_kv import KEY, VALUE, CompiledKV
 from .rotary import least_strength
@@ -275,6 +275,8 @@ class VQStaticLayer(VQCacheLayer):
                 now = Rotary.of(self.options.config, self.index, key_states, self.calibrated)
                 if now is not None:  # of a prompt of another length
                     self._rotary = Rotary(inv_freq.copy_(now.inv_freq), now.interleaved)
+            if self._pairs is not None:
+                self._pairs = pairs_of(self, key_states)
             if self.calibrated is not None:
                 use_calibrated(
                     self.k, self.calibrated, self._rotary, self._start_tensor, self.where

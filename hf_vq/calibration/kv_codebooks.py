@@ -184,11 +184,11 @@ class _Record:
         pairs = self.moments[layer]
         assert pairs is not None
         tokens, dim = pairs[0].tokens, mean.shape[1]
-        asked, held = (x.cpu() / max(tokens, 1) for x in self.squares[layer])
+        queries, keys = (x.cpu() / max(tokens, 1) for x in self.squares[layer])
         means = mean.square() if turning is None else mean.square() + turning.square()
         pairing = "interleaved" if interleaved else "half"
         partner = partners(dim, 2 * len(pairs[0].inv_freq), pairing)
-        return key_smoothing(asked, held, means, partner)
+        return key_smoothing(queries, keys, means, partner)
 
     def _moments(self, layer: int, keys: Tensor) -> tuple[KeyMoments, KeyMoments] | None:
         length, dim = self.sinks + keys.shape[2], keys.shape[3]

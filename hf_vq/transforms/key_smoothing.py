@@ -1,4 +1,4 @@
-"""What keys are multiplied by before they are coded, and queries divided by: <q, k> = <q / s, s k>.
+"""Factors of keys before they are coded, by which queries are divided: <q, k> = <q / s, s k>.
 
 A code of a rotated key is equally wrong in all channels, by a part of the key's norm. So the
 squared error of a logit is, over many queries and keys, in proportion to
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 FEWEST = 16
-"""Queries that tell what is large; with fewer, keys are coded as they are."""
+"""Queries that tell what is large; with fewer, factors are 1."""
 WORTH = 1.1
 """Heads are smoothed if that divides the squared error of their logits by so much."""
 MOST = 16.0
@@ -48,8 +48,8 @@ def key_smoothing(queries: Tensor, keys: Tensor, means: Tensor, partner: Tensor)
             that come later turn one into the other, so that they share their s.
     """
     of_pairs = torch.stack([queries, keys, means])
-    asked, held, known = of_pairs + of_pairs[..., partner]
-    both = torch.stack([asked, torch.maximum(held - known, _LEAST * held)])  # with what is left
+    queries, keys, means = of_pairs + of_pairs[..., partner]
+    both = torch.stack([queries, torch.maximum(keys - means, _LEAST * keys)])
     both = torch.maximum(both, _LEAST * both.mean(-1, keepdim=True))
     logs = both.log()
     factor = (logs[0] - logs[1]) / 4

@@ -161,7 +161,7 @@ typedef struct hf_vq_codes {
   uint16_t* scale;           // fp16 [batch, heads, tokens]; NULL: entries have the data's own size
   const uint16_t* codebook;  // fp16 [2^bits, x], or learned [heads, dim / x, 2^bits, x]
   const float* mean;         // [batch, heads, dim], subtracted before coding; NULL = 0
-  const float* smoothing;    // likewise, with the strides of `mean`: then multiplied by, > 0; NULL = 1
+  const float* smoothing;    // [batch, heads, dim], > 0, strides of `mean`: then multiplied by; NULL = 1
   const float* rotary_mean;  // [batch, heads, dim]: R_n m is subtracted too (hf_vq/ops/rotary_mean.py); NULL = 0
   const float* rotary_table;  // of hf_vq_rotary_table, with rotary_mean
   int64_t data_stride[2], scale_stride[2], mean_stride[2], rotary_stride[2];

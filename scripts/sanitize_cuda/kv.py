@@ -15,6 +15,7 @@ from hf_vq.backends.cuda.kv import attention as cuda_attention
 from hf_vq.backends.cuda.kv import prefill as cuda_prefill
 from hf_vq.backends.cuda.kv import step as cuda_store
 from hf_vq.backends.torch.partial_softmax import Maths
+from hf_vq.cache.key_means import Calibrated
 from hf_vq.formats import KV_SCHEMES, VQScheme
 from hf_vq.formats.packing import packed_size
 from hf_vq.formats.shared import universal_tensor
@@ -147,7 +148,7 @@ def serve(name: str, dim: int, page: int) -> None:
     kind = PageFormat.of(scheme, 2, dim, page, like)
     memory = torch.zeros(pages, kind.nbytes, dtype=torch.uint8, device="cuda")
     books = (kv_codebook(scheme.key, 2, dim).cuda(), kv_codebook(scheme.value, 2, dim).cuda())
-    layer = LayerPages(memory, kind, books, torch.randn(2, dim))
+    layer = LayerPages(memory, kind, books, Calibrated(torch.randn(2, dim)))
     table = torch.randperm(pages).view(4, width).int().cuda()
     length = torch.tensor(lengths).cuda()
     for row, count in enumerate(lengths):

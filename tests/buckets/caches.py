@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hf_vq.cache.key_means import Calibrated
 from hf_vq.formats.catalog import KVScheme
 from hf_vq.formats.packing import packed_size
 from hf_vq.formats.scheme import VQScheme
@@ -135,7 +136,10 @@ def pages(
         kv_codebook(scheme.value, heads, dim, device),
     )
     mean = torch.randn(heads, dim, device=device) if scheme.centre_keys else None
-    layer = LayerPages(memory, form, books, mean)
+    known = (
+        None if mean is None else Calibrated(mean, smoothing=torch.exp(torch.randn(heads, dim) / 2))
+    )
+    layer = LayerPages(memory, form, books, known)
     for part, of in ((layer.k, scheme.key), (layer.v, scheme.value)):
         part.scale.copy_(scales_of(of, (count, heads, page), device))
     lengths = torch.randint(1, min(_USUAL, longest) + 1, (rows,))

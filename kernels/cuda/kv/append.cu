@@ -15,7 +15,7 @@
 struct Arguments {
   const char* x;             // of Plan::dtype
   const float* mean;         // [batch, heads, dim]; not read unless Plan::centred
-  const float* smoothing;    // likewise, or null; strides as of `mean`
+  const float* smoothing;    // [batch, heads, dim], strides of `mean`; or null
   const uint16_t* codebook;  // fp16 [entries, x], or [heads, vectors, entries, x]; not read for integers
   const uint32_t* lists;     // of the grid
   uint8_t* codes;            // of the first token that is written; with pages, of the first page

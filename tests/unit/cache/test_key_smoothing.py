@@ -21,7 +21,7 @@ from transformers import Gemma3TextConfig, LlamaConfig
 from hf_vq.cache import VQCache, VQCacheLayer, attend, see_queries
 from hf_vq.cache.key_means import Calibrated
 from hf_vq.cache.lazy_kv import decoded
-from hf_vq.errors import VQFormatError
+from hf_vq.errors import VQCacheError, VQFormatError
 from hf_vq.formats import digests
 from hf_vq.formats.catalog import KV_SCHEMES, TURBOQUANT_KV_SCHEMES
 from hf_vq.ops import kv_append
@@ -378,13 +378,15 @@ def test_other_queries_are_not_seen() -> None:
     assert not smoothed(cache)
 
 
-def test_keys_that_were_asked_for_before_are_right() -> None:
+def test_keys_that_were_asked_for_before_are_refused() -> None:
     """Lazy keys read codes, which are made again."""
     given, cache = states(60), cache_of()
     keys = prompt(cache, given, 60, sees=False)[0]
-    held = cache.layers[0].keys
+    before = cache.layers[0].keys
     see_queries(given[0], keys)
-    torch.testing.assert_close(held + 0, cache.layers[0].keys + 0)
+    with pytest.raises(VQCacheError, match="before the prompt's attention"):
+        before + 0
+    assert (cache.layers[0].keys + 0).isfinite().all()
 
 
 @pytest.mark.parametrize("mode", ["inference", "autocast", "gradients"])

@@ -30,7 +30,7 @@ struct Arguments {
   Coded keys;
   Coded values;
   const float* mean;  // [B, H, D] added to every decoded key, or null
-  const float* smoothing;  // likewise, by which keys were multiplied before they were coded, or null; strides as of `mean`
+  const float* smoothing;  // [B, H, D], strides of `mean`: keys were multiplied by it before they were coded; or null
   int64_t mean_row, mean_head;
   const int64_t* start;  // [B] position of each row's first token, or null = 0
   const char* mask;      // of Plan::mask [B, H groups, Q, tokens]; strides in bytes
