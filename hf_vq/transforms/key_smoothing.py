@@ -50,7 +50,7 @@ def key_smoothing(queries: Tensor, keys: Tensor, means: Tensor, partner: Tensor)
     of_pairs = torch.stack([queries, keys, means])
     queries, keys, means = of_pairs + of_pairs[..., partner]
     both = torch.stack([queries, torch.maximum(keys - means, _LEAST * keys)])
-    both = torch.maximum(both, _LEAST * both.mean(-1, keepdim=True))
+    both = (both / both.mean(-1, keepdim=True)).clamp_min(_LEAST)
     logs = both.log()
     factor = (logs[0] - logs[1]) / 4
     factor = (factor - factor.mean(-1, keepdim=True)).exp().clamp(1 / MOST, MOST)

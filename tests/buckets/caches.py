@@ -136,9 +136,8 @@ def pages(
         kv_codebook(scheme.value, heads, dim, device),
     )
     mean = torch.randn(heads, dim, device=device) if scheme.centre_keys else None
-    known = (
-        None if mean is None else Calibrated(mean, smoothing=torch.exp(torch.randn(heads, dim) / 2))
-    )
+    factors = torch.exp(torch.randn(heads, dim, device=device) / 2)
+    known = None if mean is None else Calibrated(mean, smoothing=factors)
     layer = LayerPages(memory, form, books, known)
     for part, of in ((layer.k, scheme.key), (layer.v, scheme.value)):
         part.scale.copy_(scales_of(of, (count, heads, page), device))

@@ -1,8 +1,14 @@
 """Calibration of a KV cache: what is recorded, of which models, and what is refused."""
 
+import dataclasses
+import json
+import math
+
 import pytest
 import torch
+from safetensors import safe_open
 from transformers import (
+    AttentionInterface,
     AutoModelForCausalLM,
     BertConfig,
     BertForMaskedLM,
@@ -16,15 +22,25 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 from transformers.cache_utils import DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import hf_vq
-from hf_vq import KVScheme, VQCache, VQCacheError, VQCalibrationError, VQSchemeError
+from hf_vq import (
+    KVScheme,
+    VQCache,
+    VQCacheError,
+    VQCalibrationError,
+    VQFormatError,
+    VQSchemeError,
+)
 from hf_vq.cache.codebooks import SINKS, KVCodebooks
 from hf_vq.calibration import kv_codebooks as calibrate
 from hf_vq.calibration.kv_codebooks import calibrate_kv
 from hf_vq.calibration.text import sample_text, spread
 from hf_vq.fit.kv import fit_kv_codebook
 from hf_vq.formats import KV_SCHEMES
+from hf_vq.transforms.key_smoothing import key_smoothing, squares
+from hf_vq.transforms.smoothing import partners
 from tests.fixtures.tiny_models import CONFIGS
 
 SMALL = {"tokens": 160, "context": 32, "progress": False}
@@ -114,6 +130,45 @@ def test_universal_schemes_get_means_only(load):
         stands = torch.ones_like(mean, dtype=torch.bool) if turning is None else turning == 0
         assert stands.any() and not mean[~stands].any()
         torch.testing.assert_close(mean[stands], keys.mean(1)[stands], atol=1e-5, rtol=1e-5)
+
+
+def test_smoothing_is_that_of_queries_and_keys(load, tmp_path):
+    """Computed again from all keys and queries of the text at once; a file keeps it."""
+    model, ids = load("llama"), text(160).reshape(5, 32)
+    queries: dict[int, list[torch.Tensor]] = {}
+
+    def recorded(module, query, key, value, mask, **options):
+        queries.setdefault(module.layer_idx, []).append(query[:, :, 4:])
+        return sdpa_attention_forward(module, query, key, value, mask, **options)
+
+    found = calibrate_kv(model, "u4", ids, **SMALL)
+    assert all(part is not None for part in found.key_smoothings)
+    AttentionInterface.register("recorded", recorded)
+    model.set_attn_implementation("recorded")
+    for layer, (keys, _) in exact_states(model, ids).items():
+        query, heads = torch.cat(queries[layer], 2), len(keys)
+        turning = (found.key_rotary_means or [None] * 2)[layer]
+        means = found.key_means[layer].square()
+        means = means if turning is None else means + turning.square()
+        dim = keys.shape[-1]
+        wanted = key_smoothing(
+            squares(query, heads), squares(keys[None], heads), means[None, :, None],
+            partners(dim, dim, "half"),
+        )  # fmt: skip
+        torch.testing.assert_close(found.key_smoothings[layer], wanted[0, :, 0], rtol=1e-3, atol=0)
+    found.save(tmp_path / "books")
+    again = KVCodebooks.load(tmp_path / "books")
+    with safe_open(tmp_path / "books", "pt") as file:
+        assert json.loads(file.metadata()["hf_vq_kv"])["format_version"] == 3
+    for one, other in zip(found.key_smoothings, again.key_smoothings, strict=True):
+        assert torch.equal(one, other)
+    for wrong, message in (
+        (found.key_smoothings[0][:1], "smoothing of the keys of u4 must be float32"),
+        (found.key_smoothings[0] * 1e3, "is not between"),
+        (found.key_smoothings[0] * math.nan, "is not between"),
+    ):
+        with pytest.raises(VQFormatError, match=message):
+            dataclasses.replace(found, key_smoothings=[wrong, None])
 
 
 @pytest.mark.parametrize("name", sorted(CONFIGS))

@@ -181,12 +181,25 @@ def test_models_that_do_not_say_how_keys_turn(options: dict[str, Any], static: b
     assert smoothing(cache) is None
 
 
-def test_calibrated_means() -> None:
+@pytest.mark.parametrize("static", [False, True])
+def test_calibrated(static: bool) -> None:
+    """The prompt decides nothing, so that chunks of it are coded like all of it at once."""
     given, mean = states(60), torch.randn(HEADS, DIM)
-    cache = cache_of(key_means=[Calibrated(mean)])
-    prompt(cache, given, 60)
-    assert smoothed(cache) and torch.equal(cache.layers[0].k.mean[0, :, 0], mean)
-    check_codes(cache.layers[0], given[1])
+    factors = torch.exp(torch.randn(HEADS, DIM) / 2)
+    options = {"static": static, "max_cache_len": 100}
+    cache = cache_of(key_means=[Calibrated(mean, smoothing=factors)], **options)
+    for _ in range(2 if static else 1):
+        cache.reset()
+        prompt(cache, given, 60)
+        assert torch.equal(cache.layers[0].k.mean[0, :, 0], mean)
+        assert torch.equal(cache.layers[0].k.smoothing[1, :, 0], factors)
+        check_codes(cache.layers[0], given[1])
+    without = cache_of(key_means=[Calibrated(mean)], **options)
+    prompt(without, given, 60)
+    assert smoothing(without) is None
+    with pytest.raises(VQCacheError, match=r"key_smoothings of layer 0 .* \[2, 8\]"):
+        wrong = cache_of(key_means=[Calibrated(mean, smoothing=torch.ones(2, 8))])
+        prompt(wrong, given, 60)
 
 
 @pytest.mark.parametrize("padded", [False, True])
