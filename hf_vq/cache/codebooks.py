@@ -30,7 +30,7 @@ from ..formats.catalog import Allocation, KVScheme, of_layer, scheme_name
 from ..formats.scheme import VQScheme
 from ..formats.shared import universal_tensor
 from ..formats.tensors import kv_codebook_spec
-from ..transforms.key_smoothing import MOST
+from ..transforms.key_smoothing import MOST, in_range
 from . import safetensors_file
 from .key_means import Calibrated, smoothable
 
@@ -422,7 +422,7 @@ def _check_smoothing(
             f"{where}: the smoothing of the keys of {title(scheme)} must be {wanted}; got {got}. "
             f"{_CURE}."
         )
-    if not bool(((smoothing >= 1 / MOST) & (smoothing <= MOST)).all()):
+    if not in_range(smoothing):
         raise VQFormatError(
             f"{where}: the smoothing of the keys is not between {1 / MOST} and {MOST:g}. {_CURE}."
         )

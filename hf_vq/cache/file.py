@@ -22,7 +22,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ..errors import VQCacheError, VQError, VQFormatError, shown
 from ..formats.catalog import Allocation
-from ..transforms.key_smoothing import MOST
+from ..transforms.key_smoothing import MOST, in_range
 from . import safetensors_file
 from .codebooks import SINKS, KVCodebooks, described, learned, scheme_in
 from .key_means import Rotary, smoothable
@@ -342,12 +342,11 @@ class _Reader:
 
     def _smoothing(self, layer: VQCacheLayer, batch: int, heads: int) -> Tensor:
         smoothing = self.take("k_smoothing", torch.float32, batch, heads, 1, layer.k.dim)
-        least, most = (float(x) for x in smoothing.aminmax())
         wanted = layer.k.mean is not None and smoothable(layer.k.scheme)
-        if not (wanted and 1 / MOST <= least <= most <= MOST):
+        if not wanted or not in_range(smoothing):
+            what = f"not between {1 / MOST} and {MOST:g}" if wanted else "not of this scheme"
             raise VQFormatError(
-                f"{self.prefix}k_smoothing of {layer.k.scheme.notation()} lies between {least} and "
-                f"{most}"
+                f"{self.prefix}k_smoothing of {layer.k.scheme.notation()} is {what}"
             )
         return smoothing
 

@@ -16,15 +16,17 @@ import functools
 import math
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedConfig
 
 from ..dispatch import select
 from ..errors import VQBackendError, VQCacheError
 from ..formats.scheme import VQScheme
+from ..ops import kv_append
 from ..ops.library import attention_problem
 from ..ops.reference.codes import mean_of
 from ..ops.rotary_mean import KeyMoments, means_of, moments_of, rotated
@@ -32,23 +34,22 @@ from ..transforms.key_smoothing import FEWEST, key_smoothing, squares
 from ..transforms.smoothing import partners
 from .kv_side import SideBuffers
 from .rotary import inverse_frequencies, least_strength, turning_together
+from .token_buffer import storing
 
 if TYPE_CHECKING:
     from .layer import VQCacheLayer
 
-_ASKING = "_hf_vq_layer"  # attribute of the keys of a prompt
-
 
 @dataclass(frozen=True)
 class Calibrated:
-    """Means of a layer's keys that are known before the prompt.
+    """Means of a layer's keys, and factors, that are known before the prompt.
 
     Args:
         mean: [H, D].
         rotary_mean: float32 [H, D], at position 0; None = 0.
         interleaved: as of `ops.rotary_mean.rotated`.
-        smoothing: float32 [H, D], by which keys less their means are multiplied; None = 1. For
-            schemes that are `smoothable`.
+        smoothing: float32 [H, D], by which keys less their means are multiplied, of schemes that
+            are `smoothable`; None = 1: the prompt decides nothing.
     """
 
     mean: Tensor
@@ -236,66 +237,93 @@ def smoothable(scheme: VQScheme) -> bool:
 class SeesQueries(Protocol):
     """Who may `ask_for_queries`."""
 
+    version: int
+    """Queries that were asked for under another one are not shown."""
+
     def see_queries(self, query: Tensor, keys: Tensor) -> None:
         """Receive queries [B, Hq, n, D] over keys [B, H, n, D]."""
 
 
+_asking: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Keys of prompts that wait for their queries: who wants these, and its `version` then."""
+
+
 def ask_for_queries(keys: Tensor, layer: SeesQueries) -> None:
-    """Ask attention over the keys of a prompt for the queries, which no update brings."""
+    """Ask attention over the keys of a prompt for the queries, which no update brings.
+
+    Only models that run eagerly, with attention of Transformers, show them.
+    """
     if not torch.compiler.is_compiling():
-        setattr(keys, _ASKING, weakref.ref(layer))
+        _asking[keys] = weakref.ref(layer), layer.version
 
 
-def see_queries(query: Tensor, keys: Tensor) -> None:
+def see_queries(query: Tensor, keys: Any) -> None:
     """Give queries [B, Hq, n, D] to the layer that asked for those of `keys` [B, H, n, D], if one
     did."""
-    asking = getattr(keys, _ASKING, None)
-    if asking is None or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not isinstance(keys, Tensor) or not _asking:
         return
-    delattr(keys, _ASKING)
-    layer = asking()
-    if layer is not None and query.shape[0] == keys.shape[0] and query.shape[2:] == keys.shape[2:]:
+    reference, version = _asking.pop(keys, (None, None))
+    layer = None if reference is None else reference()
+    if layer is None or layer.version != version:
+        return
+    if query.shape[0] == keys.shape[0] and query.shape[2:] == keys.shape[2:]:
         layer.see_queries(query, keys)
 
 
 @torch.no_grad()
-def smooth(layer: VQCacheLayer, query: Tensor, keys: Tensor) -> bool:
-    """Decide what the keys of each row with FEWEST tokens behind its sinks are multiplied by.
+def smooth(layer: VQCacheLayer, query: Tensor, keys: Tensor) -> None:
+    """Let the queries of a prompt decide what its keys are multiplied by, and encode these again.
 
     Args:
+        layer: holds the prompt, and nothing else.
         query: [B, Hq, n, D] of the prompt.
         keys: [B, H, n, D] of the prompt.
-
-    Returns:
-        Whether codes have to be made again.
     """
+    if layer._pairs is None or layer.length != keys.shape[2]:
+        return
+    offloaded = layer.k.sinks.device != keys.device  # by the cache, right after the update
+    if offloaded:
+        torch.cuda.synchronize(keys.device)
+        layer.prefetch()
+    with storing(keys.device):
+        factors = _factors(layer, layer._pairs, query, keys)
+        if keys.device.type != "cpu" or bool((factors != 1).any()):  # a GPU would have to wait
+            layer.version += 1
+            layer.k.smoothing = factors
+            tail, coded = layer.k.tail.view(), slice(layer.first_code, layer.coded)
+            view = layer._view(tail, layer.v.tail.view(), layer.first_code, 0)
+            kv_append(keys[:, :, coded], layer.v.tail.view()[:, :, :0], view)
+    if offloaded:
+        layer.offload()
+
+
+def _factors(layer: VQCacheLayer, pairs: Rotary, query: Tensor, keys: Tensor) -> Tensor:
+    """Factors of the keys, 1 for rows with less than FEWEST tokens behind the sinks:
+    [B, H, 1, D]."""
     side, end = layer.k, min(keys.shape[2], layer.prompt.length or keys.shape[2])
-    pairs, known = layer._pairs, any(layer._frozen)
-    if pairs is None or side.mean is None:
-        return False
+    known, begin = any(layer._frozen), layer._sinks_end
     if known:  # the layout of pairs
-        pairs = layer._rotary or pairs.measured(
-            keys[:, :, layer._sinks_end : end], layer._sinks_end
-        )
+        pairs = layer._rotary or pairs.measured(keys[:, :, begin:end], begin)
+    assert side.mean is not None
     factors = torch.ones_like(side.mean)
     for row, (rows, start) in enumerate(_rows(layer)):
         first = start + layer.sinks
         if end - first < FEWEST:
             continue
-        tokens, asked = keys[rows, :, first:end], query[rows, :, first:end]
+        tokens, asking = keys[rows, :, first:end], query[rows, :, first:end]
         heads, dim = keys.shape[1], keys.shape[3]
         if layer._frozen[row]:
-            held, mean, turning = squares(tokens, heads), side.mean[rows], side.rotary_mean
+            energy, mean, turning = squares(tokens, heads), side.mean[rows], side.rotary_mean
             turning = None if turning is None else turning[rows]
         else:  # those that will be decided later are of fewer tokens
             moments = pairs.moments(tokens, first, known)
             mean, turning = pairs.means(tokens, first, moments)
-            held, pairs, known = moments.squares, Rotary(pairs.inv_freq, moments.interleaved), True
+            energy, known = moments.squares, True
+            pairs = Rotary(pairs.inv_freq, moments.interleaved)
         means = mean.square() if turning is None else mean.square() + turning.square()
         partner = _partner(dim, 2 * len(pairs.inv_freq), pairs.interleaved, keys.device)
-        factors[rows] = key_smoothing(squares(asked, heads), held, means, partner)
-    side.smoothing = factors
-    return layer.coded > layer.first_code
+        factors[rows] = key_smoothing(squares(asking, heads), energy, means, partner)
+    return factors
 
 
 @functools.lru_cache(maxsize=64)

@@ -5,11 +5,12 @@
     encoded                     when a token leaves the window of the newest query; once, for ever
     tail of floats              window + SLACK tokens, so that a crop finds its window whole
 
-A token's codes depend on the token and the frozen means of its row alone, so beams and rejected
-candidates change nothing. Two things depend on how the tokens arrived:
+A token's codes depend on the token and the frozen means and factors of its row alone, so beams and
+rejected candidates change nothing. Three things depend on how the tokens arrived:
 
     the means of the keys   of the prompt if the first update brings it whole, else of half a window
                             (`key_means.freeze_means`); calibrated ones depend on nothing
+    the factors of the keys of the first update, with its queries; or calibrated
     a query's own update    is read as floats even beyond the window, so updates of more than
                             `window` tokens (a prompt, large chunks, more than window - 1
                             candidates) read more floats than token by token
@@ -68,7 +69,7 @@ class VQCacheLayer(CacheLayerMixin):
         options: shared by all layers.
         prompt: what the cache was told about the prompt; shared by all layers.
         index: number of the layer, for messages.
-        calibrated: means of this layer's keys; None = measured on the prompt.
+        calibrated: means and factors of this layer's keys; None = measured on the prompt.
         codebooks: of this layer's keys and of its values, if they were learned.
     """
 
@@ -284,17 +285,8 @@ class VQCacheLayer(CacheLayerMixin):
 
     def see_queries(self, query: Tensor, keys: Tensor) -> None:
         """Let the queries [B, Hq, n, D] of the prompt decide what its keys [B, H, n, D] are
-        multiplied by before they are coded (`key_means.smooth`), and encode them again.
-
-        Attention calls it, as an update brings no queries. If none does, keys stay unchanged.
-        """
-        with storing(self.device):
-            if self.length != keys.shape[2] or not key_means.smooth(self, query, keys):
-                return
-            self.version += 1
-            coded = slice(self.first_code, self.coded)
-            view = self._view(self.k.tail.view(), self.v.tail.view(), self.first_code, 0)
-            kv_append(keys[:, :, coded], self.v.tail.view()[:, :, :0], view)
+        multiplied by (`key_means.smooth`). Attention calls it, as an update brings no queries."""
+        key_means.smooth(self, query, keys)
 
     def _encode(
         self, keys: Tensor, values: Tensor, view: KVCacheView, leaving: int, bound: BoundKV | None

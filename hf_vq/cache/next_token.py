@@ -146,7 +146,7 @@ class Places:
 
     def __init__(self, layer: VQCacheLayer) -> None:
         k, v = layer.k, layer.v
-        self.layer, self.mean, self.sinks = layer, k.mean, k.sinks
+        self.layer, self.mean, self.smoothing, self.sinks = layer, k.mean, k.smoothing, k.sinks
         self.k_tail, self.v_tail = k.tail.data, v.tail.data
         self.k_codes, self.v_codes = k.codes.data, v.codes.data
         self.room, self.code_room = self.k_tail.shape[2], k.codes.scale.shape[2]
@@ -170,7 +170,7 @@ class Places:
             and k_tail.end < self.room and k_codes.end < self.code_room
             and k_tail.data is self.k_tail and v.tail.data is self.v_tail
             and k_codes.data is self.k_codes and v.codes.data is self.v_codes
-            and k.mean is self.mean and k.sinks is self.sinks
+            and k.mean is self.mean and k.smoothing is self.smoothing and k.sinks is self.sinks
             and not layer.record_past
         )  # fmt: skip
 

@@ -178,7 +178,8 @@ class _Record:
     def smoothing(
         self, layer: int, mean: Tensor, turning: Tensor | None, interleaved: bool
     ) -> Tensor | None:
-        """By what the keys of a layer are multiplied, given their means [H, D]: float32 [H, D]."""
+        """By what the keys of a layer are multiplied, given their means [H, D]: float32 [H, D];
+        None = 1."""
         if layer not in self.squares:
             return None
         pairs = self.moments[layer]
@@ -188,7 +189,8 @@ class _Record:
         means = mean.square() if turning is None else mean.square() + turning.square()
         pairing = "interleaved" if interleaved else "half"
         partner = partners(dim, 2 * len(pairs[0].inv_freq), pairing)
-        return key_smoothing(queries, keys, means, partner)
+        factors = key_smoothing(queries, keys, means, partner)
+        return factors if bool((factors != 1).any()) else None
 
     def _moments(self, layer: int, keys: Tensor) -> tuple[KeyMoments, KeyMoments] | None:
         length, dim = self.sinks + keys.shape[2], keys.shape[3]
@@ -222,6 +224,8 @@ class _Record:
 
 class _Asking:
     """Receiver of the queries of one layer, with the sinks (`cache.see_queries`)."""
+
+    version = 0
 
     def __init__(self, record: _Record, layer: int) -> None:
         self.record, self.layer = record, layer
@@ -345,10 +349,11 @@ def _fit(
             values[layer] = fit_kv_codebook(
                 tokens, kv.value, gradients=gradients, where=f"{where}, values", **options
             )
+    smooths = any(factors is not None for factors in smoothings)
     return KVCodebooks(
         kv, keys, values, means,
         key_rotary_means=rotary_means if turning else None, rotary_interleaved=interleaved,
-        sinks=record.sinks, key_smoothings=smoothings if record.squares else None,
+        sinks=record.sinks, key_smoothings=smoothings if smooths else None,
     )  # fmt: skip
 
 

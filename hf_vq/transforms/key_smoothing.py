@@ -57,3 +57,8 @@ def key_smoothing(queries: Tensor, keys: Tensor, means: Tensor, partner: Tensor)
     before = both.sum(-1, keepdim=True).prod(0)
     after = both.prod(0).sqrt().sum(-1, keepdim=True).square()
     return torch.where(before >= WORTH * after, factor, 1.0)  # NaN is not
+
+
+def in_range(factors: Tensor) -> bool:
+    """Whether these may be factors of keys."""
+    return bool(((factors >= 1 / MOST) & (factors <= MOST)).all())

@@ -113,12 +113,12 @@ class Attention:
         )
 
     def _decoded(self, side: KVSide, begin: int, end: int, dtype: torch.dtype) -> Tensor:
-        """Positions `begin` .. `end` of codes, with their means: [B, H, n, D], smoothed and
+        """Positions `begin` .. `end` of codes, with their means: [B, H, n, D], multiplied and
         rotated."""
         rows = self.maths.decode(side, begin, end, dtype)
         if side is not self.view.key or self.view.key_rotary_mean is None:
             return rows
-        turning = smoothed(self._turning(begin, end), side)
+        turning = multiplied(self._turning(begin, end), side)
         return (rows + self.maths.rotate(turning, side.parsed)).to(rows.dtype)
 
     def _turning(self, begin: int, end: int) -> Tensor:
@@ -134,8 +134,8 @@ class Attention:
             cos, sin = remembered(inv_freq, _first_angles, dispatch.bucket(count))
         return turned_by(first, cos[:count], sin[:count], view.rotary_interleaved)
 
-    def _unsmoothed(self, query: Tensor) -> Tensor:
-        """Queries [B, Hq, Q, D] for smoothed keys."""
+    def _divided(self, query: Tensor) -> Tensor:
+        """Queries [B, Hq, Q, D] over keys that are multiplied."""
         smoothing = self.view.key.smoothing
         if smoothing is None:
             return query
@@ -203,7 +203,7 @@ class Attention:
         pieces = list(self._pieces())
         if not pieces:
             return []
-        query = self.maths.rotate(self._unsmoothed(self.query), self.view.key.parsed)
+        query = self.maths.rotate(self._divided(self.query), self.view.key.parsed)
         parts = []
         for piece in pieces:
             keys, values = (self._decoded(side, *piece, query.dtype) for side in self.sides)
@@ -247,8 +247,8 @@ class Attention:
         return [self._attend(self.query, sides[0], sides[1], mask)]
 
 
-def smoothed(rows: Tensor, side: KVSide) -> Tensor:
-    """Rows [B, H, n, D] as they are coded."""
+def multiplied(rows: Tensor, side: KVSide) -> Tensor:
+    """Rows [B, H, n, D] times the factors of a side."""
     return rows if side.smoothing is None else rows * side.smoothing
 
 
@@ -273,7 +273,7 @@ def attention(
         return attention_reference.attention(query, view, mask, sink_logits, softmax_scale, softcap)
     keys = view.key
     if keys.mean is not None:
-        keys = keys._replace(mean=maths.rotate(smoothed(keys.mean, keys), keys.parsed))
+        keys = keys._replace(mean=maths.rotate(multiplied(keys.mean, keys), keys.parsed))
     padding: list[int] | None = [0]
     if mask is not None:
         padding = None  # a graph that is being captured cannot be waited for

@@ -80,7 +80,7 @@ def append_plan(
     numbers = -(-dim // (x * lanes * width)) * width * x  # of a lane
     resident = 3 if cells and numbers <= 16 else 2  # without local memory
     if rotary and not cells and numbers >= 8:
-        resident = 1
+        resident = 1  # what turns takes more registers
     return AppendPlan(
         _THREADS, resident, dtype, x, bits, dim, scheme.block(dim), centred, aligned, False,
         scheme.has_zero, few, cells, lanes, width, page, rotary,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_vq.cache.codebooks import universal
-from hf_vq.cache.key_means import Rotary
+from hf_vq.cache.key_means import Calibrated, Rotary
 from hf_vq.formats import KV_SCHEMES
 from hf_vq.ops import decode_kv, kv_attention
 from hf_vq.ops.rotary_mean import rotated
@@ -64,10 +64,9 @@ class Step:
         turns[:, 2 * PAIRS :] = 0  # what does not turn is in the other mean
         rotary = Rotary(torch.logspace(0, -3, PAIRS, device=device)) if self.turning else None
         books = universal(kind.key, device), universal(kind.value, device)
-        self.layer = LayerPages(
-            self.memory, shape, books, mean if self.mean else None,
-            turns if self.turning else None, rotary,
-        )  # fmt: skip
+        factors = torch.exp(torch.randn(HEADS, DIM, device=device) / 2)
+        known = Calibrated(mean, turns if self.turning else None, smoothing=factors)
+        self.layer = LayerPages(self.memory, shape, books, known if self.mean else None, rotary)
         # Queries, keys and values are parts of one product.
         self.qkv = torch.zeros(
             self.rows, (GROUPS + 2) * HEADS * DIM, dtype=self.dtype, device="cuda"

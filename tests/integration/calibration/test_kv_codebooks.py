@@ -135,6 +135,10 @@ def test_universal_schemes_get_means_only(load):
 def test_smoothing_is_that_of_queries_and_keys(load, tmp_path):
     """Computed again from all keys and queries of the text at once; a file keeps it."""
     model, ids = load("llama"), text(160).reshape(5, 32)
+    for layer in model.model.layers:  # queries are larger in half of the pairs
+        attention = layer.self_attn
+        weight = attention.q_proj.weight.data
+        weight.unflatten(0, (-1, 2, attention.head_dim // 2))[:, :, ::2] *= 8
     queries: dict[int, list[torch.Tensor]] = {}
 
     def recorded(module, query, key, value, mask, **options):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import json
@@ -18,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Gemma3TextConfig, LlamaConfig
 
-from hf_vq.cache import VQCache, VQCacheLayer, attend, see_queries
+from hf_vq.cache import VQCache, VQCacheLayer, attend, key_means, see_queries
 from hf_vq.cache.key_means import Calibrated
 from hf_vq.cache.lazy_kv import decoded
 from hf_vq.errors import VQCacheError, VQFormatError
@@ -170,7 +171,8 @@ OTHERS = [n for n, s in ALL.items() if n not in SMOOTHED and s.key.codebook in
 def test_schemes_that_are_not_smoothed(scheme: str) -> None:
     cache = VQCache(turning_config(), ALL[scheme], window=WINDOW)
     keys = prompt(cache, states(60), 60)[0]
-    assert smoothing(cache) is None and cache.layers[0]._pairs is None and not vars(keys)
+    assert smoothing(cache) is None and cache.layers[0]._pairs is None
+    assert keys not in key_means._asking
 
 
 @pytest.mark.parametrize("options", [{"no_rope_layers": [0]}, {"qk_rope_head_dim": 8}])
@@ -369,6 +371,39 @@ def test_damaged_files_are_refused(tmp_path: Path, scheme: str) -> None:
             VQCache.load(other, turning_config())
 
 
+def test_queries_of_an_earlier_prompt_decide_nothing() -> None:
+    cache, first, second = cache_of(static=True, max_cache_len=100), states(60), states(60)
+    keys = prompt(cache, first, 60, sees=False)[0]
+    cache.reset()
+    prompt(cache, second, 60, sees=False)
+    codes = cache.layers[0].k.codes.data.clone()
+    see_queries(first[0], keys)
+    assert torch.equal(cache.layers[0].k.codes.data, codes) and not smoothed(cache)
+
+
+def test_keys_of_a_prompt_can_be_saved(tmp_path: Path) -> None:
+    """Before attention has seen them."""
+    given, cache = states(60), cache_of()
+    keys = prompt(cache, given, 60, sees=False)[0]
+    torch.save(keys, tmp_path / "keys")
+    assert torch.equal(torch.load(tmp_path / "keys"), pickle.loads(pickle.dumps(keys)))
+    see_queries(given[0], keys)
+    assert smoothed(cache) and keys not in key_means._asking
+
+
+def test_an_empty_file_is_refused(tmp_path: Path) -> None:
+    cache = cache_of()
+    prompt(cache, states(60), 60)
+    cache.save(tmp_path / "a.safetensors")
+    empty = {
+        name: part[:0] for name, part in load_file(tmp_path / "a.safetensors").items()
+        if name.startswith("layers.0.") and part.ndim == 4
+    }  # fmt: skip
+    rewrite(tmp_path / "a.safetensors", tmp_path / "b.safetensors", empty)
+    with contextlib.suppress(VQFormatError):
+        VQCache.load(tmp_path / "b.safetensors", turning_config())
+
+
 def test_keys_do_not_keep_the_layer() -> None:
     given, cache = states(60), cache_of()
     keys = prompt(cache, given, 60, sees=False)[0]
@@ -377,7 +412,7 @@ def test_keys_do_not_keep_the_layer() -> None:
     gc.collect()
     assert layer() is None
     see_queries(given[0], keys)
-    assert not vars(keys)
+    assert keys not in key_means._asking
 
 
 def test_other_queries_are_not_seen() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import hf_vq  # noqa: F401  chooses attention by the cache
-from hf_vq.cache import VQCache, VQCacheLayer
+from hf_vq.cache import VQCache, VQCacheLayer, key_means
 from hf_vq.transforms.key_smoothing import FEWEST
 
 DIM, HEADS = 32, 2
@@ -77,7 +77,7 @@ def test_every_attention_shows_queries(
     assert smoothed(cache) and len(seen) == 2  # of two layers, by the prompt alone
     for query, keys in seen:
         assert query.shape == (2, 2 * HEADS, 60, DIM) and keys.shape == (2, HEADS, 60, DIM)
-        assert not vars(keys)
+        assert keys not in key_means._asking
 
 
 def test_the_same_factors_with_every_attention(model: LlamaForCausalLM) -> None:

@@ -249,8 +249,11 @@ def mean_and_smoothing(side: KVSide) -> tuple[Tensor | None, Tensor | None]:
         mean = mean.clone(memory_format=torch.contiguous_format)
     if smoothing is None:
         return mean, None
-    if mean is None:
-        raise VQFormatError("smoothed rows need a mean, if only of zeros.")
+    if mean is None or smoothing.shape != mean.shape or smoothing.dtype != torch.float32:
+        raise VQFormatError(
+            f"{smoothing.dtype} {list(smoothing.shape)} do not multiply rows whose mean is "
+            f"{None if mean is None else list(mean.shape)}."
+        )
     if smoothing.stride() != mean.stride() or smoothing.data_ptr() % _ALIGNED:
         mean, smoothing = (
             x.clone(memory_format=torch.contiguous_format) for x in (mean, smoothing)

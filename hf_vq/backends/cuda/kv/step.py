@@ -100,6 +100,8 @@ def _side(
     batch, heads, _, dim = fresh.shape
     scheme, ring, sinks, mean = side.parsed, side.recent, side.sinks, side.mean
     smoothing = side.smoothing
+    if smoothing is not None and mean is None:
+        raise VQFormatError("rows without a mean are not multiplied.")
     codes, scale, codebook = side.codes, side.scale, side.codebook
     vectors = dim // scheme.vector_size
     books = (1,) if scheme.has_scale else (heads, vectors)

@@ -219,7 +219,7 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm)
   const ValueTable value_table(a.values.codebook, kv_head, lane);
 
   // Arguments come by lines of a cache, each as late as its first use: all at once.
-  asm volatile("" ::"l"(a.query.token), "l"(a.sink_k.token), "l"(a.sink_v.token), "l"(a.tail_v.at), "l"(a.mean), "l"(a.smoothing),
+  asm volatile("" ::"l"(a.query.token), "l"(a.sink_k.token), "l"(a.sink_v.token), "l"(a.tail_v.at), "l"(a.mean),
                "l"(a.mask_row), "l"(a.out), "r"(a.queries), "r"(a.window), "f"(a.scaling));
   const bool early = a.settled;  // codebooks: what they hold was there before the grids that are waited for
   const auto fill = [&](int threads) {
