@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-_DIGITS = 7  # of a revision
+DIGITS = 7  # of a revision
 # Suites were part of the package until 2026-11-23: records of that time name them there.
 _OLD, _NEW = "python -m hf_vq.bench ", "python -m benchmarks "
 
@@ -47,4 +47,4 @@ def standard_errors(rows: Sequence[dict[str, Any]]) -> str:
 def _when(record: dict[str, Any]) -> str:
     """The date, and the revision that was measured, where it is known."""
     revision = record["revision"]
-    return record["date"] + (f" at {revision[:_DIGITS]}" if revision else "")
+    return " ".join([record["date"], f"at {revision[:DIGITS]}" if revision else ""]).strip()

@@ -36,6 +36,7 @@ def add_verb(verbs: Any) -> None:
         help="such as 'weights:vq-*' or kv:u4 (default: all)")  # fmt: skip
     add("--list", action="store_true", help="show the rows that are asked for, and do nothing")
     add("--resume", action="store_true", help="keep the rows of this revision and these texts")
+    add("--keep", metavar="REVISION", help="keep the other rows of a revision and these texts")
     add("--prompts", type=Path, metavar="FILE",
         help="JSON Lines with turns: measure on the model's own answers too")  # fmt: skip
     add("--answers", type=Path, default=usual["answers"], metavar="FOLDER",
@@ -74,7 +75,8 @@ def measure(args: argparse.Namespace) -> int:
         device = str(one.model.device)
         recorder = Recorder(path, NAME, command, args.revision, device, one.settings)
         kept = keep(path, one.settings, recorder.record["revision"]) if args.resume else []
-        for row in kept:
+        others = keep(path, one.settings, args.keep) if args.keep else []
+        for row in [*kept, *(row for row in others if suite.row_name(row) not in wanted)]:
             recorder.add(row)
 
         def report(row: dict[str, Any], recorder: Recorder = recorder) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from hf_vq.errors import VQError
 from hf_vq.evaluation.text_tables import markdown_table, significant
 
-from ...tables.provenance import sources, standard_errors
+from ...tables.provenance import DIGITS, sources, standard_errors
 from ...tables.ranges import span
 from .suite import row_name
 from .weights import BESIDE
@@ -27,7 +27,7 @@ def weights(records: _Records) -> str:
     """KL divergence and perplexity of quantized weights; then where they come from."""
     settings = _shared(records, "text", "text_tokens", "text_context")
     read = f"{settings['text_tokens']:,} tokens in contexts of {settings['text_context']:,}"
-    how = sources([_of_all_rows(record) for record in records])
+    how = sources([_of_rows(record, "weights") for record in records])
     return f"{_table(records, 'weights', 'bits_per_weight', read)} {how}"
 
 
@@ -69,7 +69,7 @@ def int8(records: _Records) -> str:
                 lines.append([record["settings"]["model"], f"`{scheme}`", share, *cells])
     head = ["model", "weights", "in 8 bits", "KL divergence, 16 bits", "8 bits"]
     read = f"{settings['text_tokens']:,} tokens in contexts of {settings['text_context']:,}"
-    how = sources([_of_all_rows(record) for record in records])
+    how = sources([_of_rows(record, "weights") for record in records])
     return f"{markdown_table(head, lines)}\n\nOn {settings['text']}: {read}. {how}"
 
 
@@ -82,7 +82,8 @@ def caches(records: _Records) -> str:
     if "` behind " in table:
         more = _shared(records, "kv_long_passages")["kv_long_passages"]
         table += f" Behind longer prompts: {more} passages."
-    return f"{table} Measured with the [weights](weights.md#quality)."
+    revisions = sorted({_of_rows(record, "kv")["revision"][:DIGITS] for record in records})
+    return f"{table} Measured with the [weights](weights.md#quality), at {', '.join(revisions)}."
 
 
 def _table(records: _Records, what: str, bits: str, read: str) -> str:
@@ -134,12 +135,17 @@ def _shared(records: _Records, *keys: str) -> dict[str, Any]:
     return settings
 
 
-def _of_all_rows(record: dict[str, Any]) -> dict[str, Any]:
-    """The same without the names of rows in its command: two dots, as the table shows them; and
-    without options that only rows have which not all records have."""
+def _of_rows(record: dict[str, Any], what: str) -> dict[str, Any]:
+    """A record of rows of one kind: at their revision, without a date if that is not the last one;
+    with two dots for the names of rows in its command, as the table shows them, and without options
+    that only rows have which not all records have."""
+    found = {row["revision"] for row in record["results"]["rows"] if row["what"] == what}
+    revision = " and ".join(sorted(found)) or record["revision"]
     command = re.sub(r" --rows( [a-z][^ ]*)+", " --rows ..", record["command"])
     return {
         **record,
+        "revision": revision,
+        "date": record["date"] if revision == record["revision"] else "",
         "command": re.sub(r" --(calibration|calibration-tokens|ggml) [^ ]+", "", command),
     }
 
