@@ -11,8 +11,8 @@ from hf_vq.evaluation.record import make_record, write_record
 
 def row(what, name, kld, bits, **more):
     key = "bits_per_weight" if what == "weights" else "bits_per_element"
-    return {"what": what, "name": name, "kld": kld, "kld_se": kld / 50, key: bits,
-            "change": 100 * kld, **more}  # fmt: skip
+    return {"what": what, "name": name, "revision": "abcdef0123", "kld": kld, "kld_se": kld / 50,
+            key: bits, "change": 100 * kld, **more}  # fmt: skip
 
 
 def record(model, rows):
@@ -34,7 +34,8 @@ def both():
            row("weights", "nf4-g64", 0.3, 4.5, on="text")]  # fmt: skip
     other = [row("kv", "u4", 0.0007, 4.125), row("weights", "vq-4", 0.05, 4.128, on="text"),
              row("weights", "vq-4-activations", 0.04, 4.128, on="text"),
-             {"what": "weights", "name": "nf4-g64", "failed": "no package"}]  # fmt: skip
+             {"what": "weights", "name": "nf4-g64", "revision": "abcdef0123",
+              "failed": "no package"}]  # fmt: skip
     return [record("one", one), record("other", other)]
 
 
@@ -108,3 +109,14 @@ def test_records_are_read_by_suite(both, tmp_path, monkeypatch):
     assert [each["settings"]["model"] for each in found] == ["one", "other"]
     monkeypatch.setattr(pages, "read_records", lambda suite: [])
     assert "Not measured" in pages.TABLES["results:quality-models-kv"]()
+
+
+def test_rows_of_another_revision_are_named(both):
+    """Rows that were kept: without a date, which is that of the last run."""
+    assert models.caches(both).endswith("at abcdef0.")
+    for one in both:
+        for each in one["results"]["rows"]:
+            if each["what"] == "weights":
+                each["revision"] = "1234567890"
+    assert models.caches(both).endswith("at abcdef0.")
+    assert models.weights(both).endswith("cores; at 1234567.")
