@@ -311,8 +311,9 @@ class VQStaticLayer(VQCacheLayer):
 
     def _append(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         first = self._rotary if self._length == 0 and self.calibrated is None else None
-        if first is not None:
-            # Compiled steps may be the ones to measure means, in pairs that are known.
+        end = key_states.shape[2] - self.window
+        if first is not None and end <= min(self._start or [0]) + self.sinks:
+            # Compiled steps will be the ones to measure means, in pairs that are known.
             seen = key_states[:, :, self._sinks_end :]
             self._rotary = first.measured(seen, self._sinks_end)
         result = super()._append(key_states, value_states)

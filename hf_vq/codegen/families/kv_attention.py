@@ -214,7 +214,7 @@ def registers(plan: AttentionPlan) -> int:
     ):
         queries += 8  # entries of two registers are taken apart
     if plan.key_dim > 128 and not (plan.key_learned or plan.key_integers):
-        queries += 8 + 8 * (not plan.paired)  # means and factors, while queries are rotated
+        queries += 16  # means and factors, while queries are rotated
     # Codes of six bits lie across two words.
     more = not plan.paired or plan.key_dim > 128 or plan.key_entry_bits == 6
     return (

@@ -134,6 +134,8 @@ class Step:
                     for x in (side.codes, side.scale)
                 )
                 x = decode_kv(codes, scale, side.codebook, side.side.scheme, DIM)[0].double()
+                if side is self.layer.k and self.layer.smoothing is not None:
+                    x = x / self.layer.smoothing[0].double()
                 x = x if mean is None else x + mean
                 sides.append(x.repeat_interleave(GROUPS, 0))
             query = self.qkv[row, : GROUPS * HEADS * DIM].view(-1, 1, DIM).double()

@@ -69,9 +69,12 @@ def test_several_turns(counters: dict[str, int]) -> None:
             ids = torch.cat([outs[0], prompt(new, 2)], 1)
             mask = torch.nn.functional.pad(mask, (0, ids.shape[1] - mask.shape[1]), value=1)
     assert counters["unique_graphs"] == 1
-    # A static cache keeps the memory of a rotary mean, also of zeros.
-    means = [[layer.k.rotary_mean for layer in cache.layers] for cache in caches]
-    spare = [sum(mean.nbytes for mean in kept if mean is not None) for kept in means]
+    # A static cache keeps the memory of a rotary mean and of factors, also of zeros and ones.
+    kept = [
+        [part for layer in cache.layers for part in (layer.k.rotary_mean, layer.k.smoothing)]
+        for cache in caches
+    ]
+    spare = [sum(part.nbytes for part in parts if part is not None) for parts in kept]
     assert caches[0].nbytes - spare[0] == caches[1].nbytes - spare[1]
 
 
