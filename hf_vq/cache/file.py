@@ -100,7 +100,7 @@ def _layer_state(layer: Any, prefix: str, tensors: dict[str, Tensor]) -> dict[st
         state.update(first_code=layer.first_code, start=layer._start, frozen=layer._frozen)
         parts = {f"{side}_{name}": tensor for side, name, tensor in _parts(layer)}
         if "k_rotary_mean" in parts and layer._rotary is not None:
-            state["rotary_interleaved"] = layer._rotary.interleaved
+            state["rotary_interleaved"] = bool(layer._rotary.interleaved)
     else:
         parts = {"keys": layer.keys, "values": layer.values}
     for name, part in parts.items():

@@ -64,11 +64,11 @@ class Rotary:
 
     Args:
         inv_freq: float32 [r] on the layer's device, radians per token of each pair of channels.
-        interleaved: pairs are channels (2 p, 2 p + 1), else (p, p + r).
+        interleaved: pairs are channels (2 p, 2 p + 1), else (p, p + r); None = not measured yet.
     """
 
     inv_freq: Tensor
-    interleaved: bool = False
+    interleaved: bool | None = None
 
     @classmethod
     def of(
@@ -99,18 +99,18 @@ class Rotary:
                     "codebooks are of another model. Make them with `hf-vq calibrate` and this "
                     "model."
                 )
-        interleaved = known is not None and known.interleaved
+        interleaved = None if known is None else known.interleaved
         return None if found is None else cls(found.to(keys.device), interleaved)
 
     def measured(self, keys: Tensor, first: int) -> Rotary:
         """The same, with the layout of pairs that keys [B, H, n, D] from position `first` show."""
-        return Rotary(self.inv_freq, self.moments(keys, first, known=False).interleaved)
+        return Rotary(self.inv_freq, self.moments(keys, first).interleaved)
 
-    def moments(self, keys: Tensor, first: int, known: bool = True) -> KeyMoments:
+    def moments(self, keys: Tensor, first: int) -> KeyMoments:
         """Of keys [B, H, n, D] from position `first`, with the layout of pairs that they show
         unless it is known."""
         positions = torch.arange(first, first + keys.shape[2], device=keys.device)
-        return moments_of(keys, positions, self.inv_freq, self.interleaved if known else None)
+        return moments_of(keys, positions, self.inv_freq, self.interleaved)
 
     def means(
         self, keys: Tensor, first: int, moments: KeyMoments | None = None
@@ -173,8 +173,9 @@ def freeze_means(layer: VQCacheLayer, keys: Tensor, prompt: int) -> None:
         tokens = keys[rows, :, first - origin : last - origin]
         moments = None
         if layer._rotary is not None:
-            moments = layer._rotary.moments(tokens, first, any(layer._frozen))
+            moments = layer._rotary.moments(tokens, first)
             layer._rotary = Rotary(layer._rotary.inv_freq, moments.interleaved)
+            layer._pairs = None if layer._pairs is None else layer._rotary
         _measure(layer.k, layer._rotary, moments, rows, tokens, first)
         layer._frozen[row] = True
     layer._bound = None  # other kernels, if keys turn
@@ -301,9 +302,6 @@ def _factors(layer: VQCacheLayer, pairs: Rotary, query: Tensor, keys: Tensor) ->
     """Factors of the keys, 1 for rows with less than FEWEST tokens behind the sinks:
     [B, H, 1, D]."""
     side, end = layer.k, min(keys.shape[2], layer.prompt.length or keys.shape[2])
-    known, begin = any(layer._frozen), layer._sinks_end
-    if known:  # the layout of pairs
-        pairs = layer._rotary or pairs.measured(keys[:, :, begin:end], begin)
     assert side.mean is not None
     factors = torch.ones_like(side.mean)
     for row, (rows, start) in enumerate(_rows(layer)):
@@ -315,13 +313,13 @@ def _factors(layer: VQCacheLayer, pairs: Rotary, query: Tensor, keys: Tensor) ->
         if layer._frozen[row]:
             energy, mean, turning = squares(tokens, heads), side.mean[rows], side.rotary_mean
             turning = None if turning is None else turning[rows]
+            pairs = pairs if pairs.interleaved is not None else pairs.measured(tokens, first)
         else:  # those that will be decided later are of fewer tokens
-            moments = pairs.moments(tokens, first, known)
+            moments = pairs.moments(tokens, first)
             mean, turning = pairs.means(tokens, first, moments)
-            energy, known = moments.squares, True
-            pairs = Rotary(pairs.inv_freq, moments.interleaved)
+            energy, pairs = moments.squares, Rotary(pairs.inv_freq, moments.interleaved)
         means = mean.square() if turning is None else mean.square() + turning.square()
-        partner = _partner(dim, 2 * len(pairs.inv_freq), pairs.interleaved, keys.device)
+        partner = _partner(dim, 2 * len(pairs.inv_freq), bool(pairs.interleaved), keys.device)
         factors[rows] = key_smoothing(squares(asking, heads), energy, means, partner)
     return factors
 
@@ -364,5 +362,5 @@ def use_calibrated(
         return
     turning = known.rotary_mean.to(side.mean)[None, :, None].expand_as(side.mean)
     if start is not None:
-        turning = rotated(turning, rotary.inv_freq, rotary.interleaved, -start[:, None])
+        turning = rotated(turning, rotary.inv_freq, bool(rotary.interleaved), -start[:, None])
     side.rotary_mean = turning.clone()

@@ -141,7 +141,7 @@ class VQStaticLayer(VQCacheLayer):
             return
         if turning is not kept:
             self.k.rotary_mean = kept.copy_(turning)
-        interleaved = self._rotary.interleaved
+        interleaved = bool(self._rotary.interleaved)
         if self.static.rotary_interleaved != interleaved:
             self.static = self.static._replace(rotary_interleaved=interleaved)
         known = self._told != self._frozen and False not in self._frozen
@@ -204,7 +204,7 @@ class VQStaticLayer(VQCacheLayer):
         if self.k.rotary_mean is not None and (rotary := self._rotary) is not None:
             self.static = self.static._replace(
                 key_rotary_mean=self.k.rotary_mean, rotary_inv_freq=rotary.inv_freq,
-                rotary_interleaved=rotary.interleaved,
+                rotary_interleaved=bool(rotary.interleaved),
             )  # fmt: skip
         self._allocated = self.static
         for tensor in self._tensors():
@@ -316,6 +316,7 @@ class VQStaticLayer(VQCacheLayer):
             # Compiled steps will be the ones to measure means, in pairs that are known.
             seen = key_states[:, :, self._sinks_end :]
             self._rotary = first.measured(seen, self._sinks_end)
+            self._pairs = None if self._pairs is None else self._rotary
         result = super()._append(key_states, value_states)
         self._publish()
         decided = first is None or any(self._frozen) or least_strength(self.device) == 0

@@ -219,7 +219,8 @@ class LayerPages:
         """R_n m of positions int64 [n] or [requests, n]: [1 or requests, H, n, dim]; None = 0."""
         if self.rotary_mean is None or self.rotary is None:
             return None
-        return rotated(self.rotary_mean, self.rotary.inv_freq, self.rotary.interleaved, positions)
+        interleaved = bool(self.rotary.interleaved)
+        return rotated(self.rotary_mean, self.rotary.inv_freq, interleaved, positions)
 
     def _standing(self, keys: Tensor, positions: Tensor | None) -> Tensor:
         """Keys [1, H, n, dim] less their rotary mean; those behind `positions` are nobody's."""
@@ -257,7 +258,7 @@ class LayerPages:
             return view
         return view._replace(
             key_rotary_mean=rotary_mean, rotary_inv_freq=self.rotary.inv_freq,
-            rotary_interleaved=self.rotary.interleaved,
+            rotary_interleaved=bool(self.rotary.interleaved),
         )  # fmt: skip
 
     def _pages(self, like: Tensor) -> KVCacheView:
