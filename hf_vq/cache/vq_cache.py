@@ -41,9 +41,10 @@ class VQCache(Cache):
     """Keys and values as vector-quantization codes, with sinks and the recent window as floats.
 
     Keys are centred by means that are frozen per row and head (one of them turns with the position,
-    as rotary embeddings turn the keys), rotated by a Hadamard matrix over head_dim, and coded with
-    a universal codebook and one unbiased fp16 scale |x|^2 / <x, q> per token and head; values
-    likewise, without centring. Codes are written once. Full-attention layers are coded;
+    as rotary embeddings turn the keys), multiplied by what the prompt's queries say (`transforms.
+    key_smoothing`), rotated by a Hadamard matrix over head_dim, and coded with a universal codebook
+    and one unbiased fp16 scale |x|^2 / <x, q> per token and head; values likewise, without means
+    and factors. Codes are written once, but for keys of a prompt. Full-attention layers are coded;
     sliding-window layers stay in the model's dtype unless `quantize_sliding`; Mamba, linear
     attention and shared layers are those of `DynamicCache`.
 
@@ -71,7 +72,7 @@ class VQCache(Cache):
         quantize_sliding: code sliding-window layers too.
         offloading: keep all layers but the running one on the CPU (needs a GPU, else ignored).
         key_means: calibrated mean of each layer's keys [heads, head_dim] (None for a layer that has
-            none), instead of measuring it on the prompt.
+            none), instead of measuring it, and factors, on the prompt.
         codebooks: what `hf-vq calibrate` learned of this model; needed by schemes such as
             `nomad-4`, whose codebooks are not universal. `from_pretrained` finds them.
 
