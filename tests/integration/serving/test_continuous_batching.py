@@ -10,13 +10,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.generation.continuous_batching import PagedAttentionCache
 
-import hf_vq
 from hf_vq.cache import rotary
 from hf_vq.cache.codebooks import KVCodebooks
 from hf_vq.calibration.kv_codebooks import calibrate_kv
 from hf_vq.errors import VQCacheError
 from hf_vq.formats.catalog import KV_SCHEMES
 from hf_vq.ops.rotary_mean import rotated
+from hf_vq.serving import attention as paged_attention
 from hf_vq.serving import continuous_batching as paged
 from tests.fixtures.continuous_batching import (
     MARKS,
@@ -372,7 +372,7 @@ def test_another_transformers_is_refused(known: Any, request: Any, monkeypatch: 
 
 
 def test_the_attention_is_for_continuous_batching_only() -> None:
-    hf_vq.enable_cache_backend()
+    paged_attention.register()
     model = build("gqa", "vq_paged")
     with pytest.raises(VQCacheError, match="vq_paged"):
         model(torch.tensor([[3, 4]]))
