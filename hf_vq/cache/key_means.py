@@ -230,7 +230,7 @@ def pairs_of(layer: VQCacheLayer, keys: Tensor) -> Rotary | None:
 
 
 def smoothable(scheme: VQScheme) -> bool:
-    """Whether all channels of a key share the errors of its code, which has one scale."""
+    """True if all channels of a key share the errors of its code, which has one scale."""
     rotated = scheme.codebook == "universal" and scheme.rotation != "none"
     return rotated and scheme.mode != "product" and not scheme.scale_group and scheme.residuals == 1
 

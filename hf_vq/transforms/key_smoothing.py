@@ -60,5 +60,5 @@ def key_smoothing(queries: Tensor, keys: Tensor, means: Tensor, partner: Tensor)
 
 
 def in_range(factors: Tensor) -> bool:
-    """Whether these may be factors of keys."""
+    """True if these may be factors of keys."""
     return bool(((factors >= 1 / MOST) & (factors <= MOST)).all())
