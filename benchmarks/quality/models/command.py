@@ -76,7 +76,8 @@ def measure(args: argparse.Namespace) -> int:
         recorder = Recorder(path, NAME, command, args.revision, device, one.settings)
         kept = keep(path, one.settings, recorder.record["revision"]) if args.resume else []
         others = keep(path, one.settings, args.keep) if args.keep else []
-        for row in [*kept, *(row for row in others if suite.row_name(row) not in wanted)]:
+        others = [row for row in others if suite.row_name(row) not in wanted and row not in kept]
+        for row in [*kept, *others]:
             recorder.add(row)
 
         def report(row: dict[str, Any], recorder: Recorder = recorder) -> None:

@@ -57,6 +57,16 @@ def test_other_texts_or_revisions_are_measured_anew(tiny_model, eval_text, tmp_p
     assert capsys.readouterr().out.count("weights:nf4-g64 on text") == 3
 
 
+@pytest.mark.parametrize("revision", ["here", "there"])
+def test_other_rows_of_a_revision_are_kept(tiny_model, eval_text, tmp_path, revision):
+    """Once, also if it is the revision that is measured."""
+    _, [first] = run(tiny_model, eval_text, tmp_path, "--rows", "weights:nf4-g64")
+    options = ("--rows", "kv:u4", "--revision", revision, "--resume", "--keep", "here")
+    _, rows = run(tiny_model, eval_text, tmp_path, *options)
+    assert [row["name"] for row in rows] == ["u4", "nf4-g64"] and rows[1] == first
+    assert [row["revision"] for row in rows] == [revision, "here"]
+
+
 def test_rows_that_nothing_matches_are_refused(tiny_model, eval_text, capsys):
     arguments = ["quality-models", str(tiny_model), "--text", str(eval_text), "--rows", "nf4"]
     assert main(arguments) == 2
