@@ -270,10 +270,11 @@ def means_of(
         mean = mean_of(prompt)
     else:
         rotary = rotary.measured(prompt, SINKS)
-        mean, turning = measure_means(prompt, positions[seen], rotary.inv_freq, rotary.interleaved)
+        layout = bool(rotary.interleaved)
+        mean, turning = measure_means(prompt, positions[seen], rotary.inv_freq, layout)
     if rotary is None or turning is None:
         return mean[0]
-    return (mean + rotated(turning, rotary.inv_freq, rotary.interleaved, positions))[0]
+    return (mean + rotated(turning, rotary.inv_freq, bool(rotary.interleaved), positions))[0]
 
 
 def table_scores(k_stored: Tensor, codebook: Tensor) -> Scores:
