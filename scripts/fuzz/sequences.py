@@ -218,14 +218,17 @@ class Life:
         return (layer.keys if side == "k" else layer.values).decode()[0]
 
     def known(self, row: int, at: int) -> list[Calibrated] | None:
-        """Means of the keys of a row, as of a sequence that begins at position `at`."""
+        """Means and factors of the keys of a row, as of a sequence that begins at position `at`."""
+        factors = self.layer.k.smoothing
+        smoothing = None if factors is None else factors[row, :, 0]
         mean, turning, rotary = self.layer.k.mean, self.layer.k.rotary_mean, self.layer._rotary
         if mean is None:
             return None
         if turning is None or rotary is None:
-            return [Calibrated(mean[row, :, 0])]
-        moved = rotated(turning[row, None], rotary.inv_freq, rotary.interleaved, torch.tensor([at]))
-        return [Calibrated(mean[row, :, 0], moved[0, :, 0], rotary.interleaved)]
+            return [Calibrated(mean[row, :, 0], smoothing=smoothing)]
+        layout = bool(rotary.interleaved)
+        moved = rotated(turning[row, None], rotary.inv_freq, layout, torch.tensor([at]))
+        return [Calibrated(mean[row, :, 0], moved[0, :, 0], layout, smoothing)]
 
     def step(self) -> None:
         """One call that changes rows or length."""
