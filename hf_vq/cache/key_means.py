@@ -280,7 +280,8 @@ def smooth(layer: VQCacheLayer, query: Tensor, keys: Tensor) -> None:
         query: [B, Hq, n, D] of the prompt.
         keys: [B, H, n, D] of the prompt.
     """
-    if layer._pairs is None or layer.length != keys.shape[2]:
+    few = min(keys.shape[2], layer.prompt.length or keys.shape[2]) - layer.sinks < FEWEST
+    if few or layer._pairs is None or layer.length != keys.shape[2]:
         return
     offloaded = layer.k.sinks.device != keys.device  # by the cache, right after the update
     if offloaded:

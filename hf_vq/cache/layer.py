@@ -2,7 +2,8 @@
 
     query at position i reads   floats of the sinks, of every j > i - window, and of its own update
                                 codes of all other tokens
-    encoded                     when a token leaves the window of the newest query; once, for ever
+    encoded                     when a token leaves the window of the newest query; once, but for a
+                                prompt's, whose queries have its keys encoded again
     tail of floats              window + SLACK tokens, so that a crop finds its window whole
 
 A token's codes depend on the token and the frozen means and factors of its row alone, so beams and

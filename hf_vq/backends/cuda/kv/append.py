@@ -163,7 +163,6 @@ class _Shapes(NamedTuple):
     aligned: bool
     grid: bool
     rotary: bool
-    smoothing: torch.Size | None
 
 
 @functools.lru_cache(maxsize=4096)  # every layer asks this twice for every token
@@ -203,7 +202,6 @@ def _check(shapes: _Shapes, scheme: VQScheme) -> None:
         or shapes.scale != (batch, heads, room if scales else shapes.scale[2], scales)
         or shapes.codebook != (*books, scheme.entries, scheme.vector_size)
         or shapes.mean not in (None, (batch, heads, 1, dim))
-        or (shapes.smoothing is not None and (shapes.smoothing != shapes.mean or not scales))
     ):
         raise VQFormatError(
             f"{list(shapes.x)} numbers as {scheme.spec()} do not go to codes {list(shapes.codes)} "
@@ -252,7 +250,12 @@ def mean_and_smoothing(side: KVSide) -> tuple[Tensor | None, Tensor | None]:
     if mean is None or smoothing.shape != mean.shape or smoothing.dtype != torch.float32:
         raise VQFormatError(
             f"{smoothing.dtype} {list(smoothing.shape)} do not multiply rows whose mean is "
-            f"{None if mean is None else list(mean.shape)}."
+            f"{None if mean is None else list(mean.shape)}. Give both, float32 [B, H, 1, D]."
+        )
+    if not side.parsed.has_scale or side.parsed.has_zero:  # kernels would leave factors out
+        raise VQFormatError(
+            f"keys of {side.scheme} have no factors: their codes are learned or integers. Use a "
+            "universal scheme such as u4, or a view without `key_smoothing`."
         )
     if smoothing.stride() != mean.stride() or smoothing.data_ptr() % _ALIGNED:
         mean, smoothing = (
@@ -275,7 +278,7 @@ def _append(x: Tensor, side: KVSide, at: int, rotary: dict[str, Any]) -> None:
         x.shape, x.stride(), None if mean is None else mean.shape,
         (0, 0) if mean is None else mean.stride(), codebook.shape, codes.shape, codes.stride(),
         scale.shape, scale.stride(), x.dtype, place % _ALIGNED == 0, grid is not None,
-        bool(rotary), None if smoothing is None else smoothing.shape,
+        bool(rotary),
     )  # fmt: skip
     with on_device(ordinal):
         prepared, width = _prepare(shapes, scheme, ordinal)

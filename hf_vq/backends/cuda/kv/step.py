@@ -20,7 +20,7 @@ from ....ops.kv import KVCacheView, KVSide
 from ....ops.reference import kv_static as static_reference
 from ..linear.dequantize import DTYPES
 from . import supports
-from .append import grid_of, shares_of
+from .append import grid_of, mean_and_smoothing, shares_of
 from .rotary_mean import FIELDS, rotary_mean
 
 _ALIGNED = 16  # bytes of the widest load
@@ -99,9 +99,7 @@ def _side(
     """The fields of a side, checked: a kernel would write anywhere."""
     batch, heads, _, dim = fresh.shape
     scheme, ring, sinks, mean = side.parsed, side.recent, side.sinks, side.mean
-    smoothing = side.smoothing
-    if smoothing is not None and mean is None:
-        raise VQFormatError("rows without a mean are not multiplied.")
+    smoothing = mean_and_smoothing(side)[1]
     codes, scale, codebook = side.codes, side.scale, side.codebook
     vectors = dim // scheme.vector_size
     books = (1,) if scheme.has_scale else (heads, vectors)
