@@ -26,6 +26,7 @@ from torch import Tensor
 from hf_vq import ops
 from hf_vq.cache.codebooks import KVCodebooks, needs_codebooks
 from hf_vq.cache.key_means import Calibrated, Rotary
+from hf_vq.cache.rotary import RopeFrequencies
 from hf_vq.calibration.kv_codebooks import calibrate_kv
 from hf_vq.calibration.text import read_text
 from hf_vq.errors import VQError
@@ -38,7 +39,7 @@ from hf_vq.formats.scheme import VQScheme
 from hf_vq.formats.shared import universal_tensor
 from hf_vq.ops.reference.codes import mean_of
 from hf_vq.ops.reference.nomad import quantized_tables, score_tables
-from hf_vq.ops.rotary_mean import measure_means, rotated
+from hf_vq.ops.rotary_mean import prompt_means, rotated
 
 from . import baselines
 from .banded import RoundTrip, Scores, Simulation, dot_products, simulate
@@ -258,9 +259,9 @@ def means_of(
 
     Arguments as of `round_trip`.
     """
-    positions, seen = torch.arange(keys.shape[1], device=keys.device), slice(SINKS, known)
-    prompt = keys[None, :, seen]
-    rotary = Rotary.of(config, layer, prompt, calibrated)
+    positions = torch.arange(keys.shape[1], device=keys.device)
+    prompt = keys[None, :, SINKS:known]
+    rotary = Rotary.of(RopeFrequencies(config), layer, prompt, calibrated)
     turning: Tensor | None = None
     if calibrated is not None:
         mean, turning = calibrated.mean, calibrated.rotary_mean
@@ -269,9 +270,8 @@ def means_of(
     elif rotary is None:
         mean = mean_of(prompt)
     else:
-        rotary = rotary.measured(prompt, SINKS)
-        layout = bool(rotary.interleaved)
-        mean, turning = measure_means(prompt, positions[seen], rotary.inv_freq, layout)
+        mean, turning, shown = prompt_means(prompt, SINKS, rotary.inv_freq, rotary.interleaved)
+        rotary = Rotary(rotary.inv_freq, bool(shown[0]))
     if rotary is None or turning is None:
         return mean[0]
     return (mean + rotated(turning, rotary.inv_freq, bool(rotary.interleaved), positions))[0]

@@ -12,7 +12,6 @@ All are decided once per row, and never change.
 
 from __future__ import annotations
 
-import functools
 import math
 import weakref
 from dataclasses import dataclass
@@ -21,19 +20,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
-from transformers import PreTrainedConfig
 
-from ..dispatch import select
+from ..dispatch import KeyMeansProblem, KeySmoothingProblem, select
 from ..errors import VQBackendError, VQCacheError
 from ..formats.scheme import VQScheme
 from ..ops import kv_append
-from ..ops.library import attention_problem
+from ..ops.library import attention_problem, name_of
 from ..ops.reference.codes import mean_of
-from ..ops.rotary_mean import KeyMoments, means_of, moments_of, rotated
-from ..transforms.key_smoothing import FEWEST, key_smoothing, squares
-from ..transforms.smoothing import partners
+from ..ops.rotary_mean import PromptMeans, rotated
+from ..transforms.key_smoothing import FEWEST
 from .kv_side import SideBuffers
-from .rotary import inverse_frequencies, least_strength, turning_together
+from .rotary import RopeFrequencies, least_strength, turning_together
 from .token_buffer import storing
 
 if TYPE_CHECKING:
@@ -72,12 +69,12 @@ class Rotary:
 
     @classmethod
     def of(
-        cls, config: PreTrainedConfig | None, layer: int, keys: Tensor, known: Calibrated | None
+        cls, rope: RopeFrequencies, layer: int, keys: Tensor, known: Calibrated | None
     ) -> Rotary | None:
         """What a model's config says, and calibrated means; None: keys do not turn.
 
         Args:
-            config: None = unknown.
+            rope: the model's.
             layer: number of the layer.
             keys: [B, H, n, D] of the prompt.
             known: None = nothing is.
@@ -88,7 +85,7 @@ class Rotary:
         turning = None if known is None else known.rotary_mean
         if turning is None and least_strength(keys.device) == math.inf:
             return None
-        found = inverse_frequencies(config, layer, keys.shape[3], keys.shape[2])
+        found = rope.of(layer, keys)
         if turning is not None:
             what = "the config does not say how they turn with the position"
             if found is not None:
@@ -100,30 +97,36 @@ class Rotary:
                     "model."
                 )
         interleaved = None if known is None else known.interleaved
-        return None if found is None else cls(found.to(keys.device), interleaved)
+        return None if found is None else cls(found, interleaved)
 
-    def measured(self, keys: Tensor, first: int) -> Rotary:
-        """The same, with the layout of pairs that keys [B, H, n, D] from position `first` show."""
-        return Rotary(self.inv_freq, self.moments(keys, first).interleaved)
-
-    def moments(self, keys: Tensor, first: int) -> KeyMoments:
-        """Of keys [B, H, n, D] from position `first`, with the layout of pairs that they show
-        unless it is known."""
-        positions = torch.arange(first, first + keys.shape[2], device=keys.device)
-        return moments_of(keys, positions, self.inv_freq, self.interleaved)
-
-    def means(
-        self, keys: Tensor, first: int, moments: KeyMoments | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Mean and rotary mean of keys [B, H, n, D] from position `first`, whose moments may be
-        given; rows below `least_strength` stand, and weak pairs where `turning_together` says what
-        turning costs."""
+    def means(self, keys: Tensor, first: int) -> PromptMeans:
+        """What keys [B, H, n, D] from position `first` decide, with the layout of pairs that they
+        show unless it is known; rows below `least_strength` stand, and weak pairs where
+        `turning_together` says what turning costs."""
+        asked = KeyMeansProblem(keys.device.type, name_of(keys.dtype), keys.shape[3])
         least, together = least_strength(keys.device), turning_together(keys.device)
-        return means_of(moments or self.moments(keys, first), keys, least, together)
+        found: PromptMeans = select(asked).run(
+            keys, first, self.inv_freq, self.interleaved, least, together
+        )
+        return found
+
+    def smoothing(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        mean: Tensor,
+        turning: Tensor | None,
+        shown: Tensor | bool,
+    ) -> Tensor:
+        """Factors of keys, as `transforms.key_smoothing.prompt_smoothing`."""
+        asked = KeySmoothingProblem(keys.device.type, name_of(keys.dtype), keys.shape[3])
+        pairs = len(self.inv_freq)
+        factors: Tensor = select(asked).run(query, keys, mean, turning, pairs, shown)
+        return factors
 
 
 def rotary_of(
-    config: PreTrainedConfig | None,
+    rope: RopeFrequencies,
     layer: int,
     keys: Tensor,
     sides: tuple[SideBuffers, SideBuffers],
@@ -150,7 +153,7 @@ def rotary_of(
             return None
         if len(names) > 1:
             return None
-    return Rotary.of(config, layer, keys, known)
+    return Rotary.of(rope, layer, keys, known)
 
 
 def freeze_means(layer: VQCacheLayer, keys: Tensor, prompt: int) -> None:
@@ -171,12 +174,7 @@ def freeze_means(layer: VQCacheLayer, keys: Tensor, prompt: int) -> None:
             continue
         last = prompt if prompt > first + layer.window else first + max(layer.window // 2, 1)
         tokens = keys[rows, :, first - origin : last - origin]
-        moments = None
-        if layer._rotary is not None:
-            moments = layer._rotary.moments(tokens, first)
-            layer._rotary = Rotary(layer._rotary.inv_freq, moments.interleaved)
-            layer._pairs = None if layer._pairs is None else layer._rotary
-        _measure(layer.k, layer._rotary, moments, rows, tokens, first)
+        _measure(layer, rows, tokens, first)
         layer._frozen[row] = True
     layer._bound = None  # other kernels, if keys turn
 
@@ -188,37 +186,38 @@ def _rows(layer: VQCacheLayer) -> list[tuple[slice, int]]:
     return [(slice(row, row + 1), start) for row, start in enumerate(layer._start)]
 
 
-def _measure(
-    side: SideBuffers,
-    rotary: Rotary | None,
-    moments: KeyMoments | None,
-    rows: slice,
-    tokens: Tensor,
-    first: int,
-) -> None:
+def _measure(layer: VQCacheLayer, rows: slice, tokens: Tensor, first: int) -> None:
     """Set the means of some rows.
 
     Args:
-        side: the keys; its `mean` and `rotary_mean` are replaced, not written to.
-        rotary: None: keys do not turn.
-        moments: of the tokens; None = they do not turn.
+        layer: the tensors of its keys' means are replaced, not written to.
         rows: of the batch.
         tokens: keys [rows, H, n, D] of these rows, without sinks: theirs are unlike all others.
         first: position of the first of them.
     """
+    side, rotary = layer.k, layer._rotary
     assert side.mean is not None
-    mean = side.mean.clone()
     if rotary is None:
-        mean[rows] = mean_of(tokens)
-        side.mean = mean
+        side.mean = _with_rows(side.mean, rows, mean_of(tokens))
         return
-    mean[rows], turning = rotary.means(tokens, first, moments)
-    side.mean, before = mean, side.rotary_mean
-    if before is None and not turning.any():  # no layer pays for what no head needs
+    mean, turning, shown = rotary.means(tokens, first)
+    interleaved, turns = shown.tolist()  # a GPU waits here, once
+    layer._rotary = Rotary(rotary.inv_freq, bool(interleaved))
+    layer._pairs = None if layer._pairs is None else layer._rotary
+    side.mean, before = _with_rows(side.mean, rows, mean), side.rotary_mean
+    if before is None and not turns:  # no layer pays for what no head needs
         return
-    after = torch.zeros_like(mean) if before is None else before.clone()
-    after[rows] = turning
-    side.rotary_mean = after
+    before = torch.zeros_like(side.mean) if before is None else before
+    side.rotary_mean = _with_rows(before, rows, turning)
+
+
+def _with_rows(tensor: Tensor, rows: slice, part: Tensor) -> Tensor:
+    """`tensor` [B, H, 1, D] with other rows."""
+    if part.shape == tensor.shape:
+        return part
+    changed = tensor.clone()
+    changed[rows] = part
+    return changed
 
 
 def pairs_of(layer: VQCacheLayer, keys: Tensor) -> Rotary | None:
@@ -226,7 +225,7 @@ def pairs_of(layer: VQCacheLayer, keys: Tensor) -> Rotary | None:
     be known."""
     if layer.k.mean is None or layer.calibrated is not None or not smoothable(layer.k.scheme):
         return None
-    return layer._rotary or Rotary.of(layer.options.config, layer.index, keys, None)
+    return layer._rotary or Rotary.of(layer.options.rope, layer.index, keys, None)
 
 
 def smoothable(scheme: VQScheme) -> bool:
@@ -304,30 +303,22 @@ def _factors(layer: VQCacheLayer, pairs: Rotary, query: Tensor, keys: Tensor) ->
     [B, H, 1, D]."""
     side, end = layer.k, min(keys.shape[2], layer.prompt.length or keys.shape[2])
     assert side.mean is not None
-    factors = torch.ones_like(side.mean)
+    factors = []
     for row, (rows, start) in enumerate(_rows(layer)):
         first = start + layer.sinks
+        mean, turning, shown = side.mean[rows], side.rotary_mean, pairs.interleaved
         if end - first < FEWEST:
+            factors.append(torch.ones_like(mean))
             continue
-        tokens, asking = keys[rows, :, first:end], query[rows, :, first:end]
-        heads, dim = keys.shape[1], keys.shape[3]
-        if layer._frozen[row]:
-            energy, mean, turning = squares(tokens, heads), side.mean[rows], side.rotary_mean
-            turning = None if turning is None else turning[rows]
-            pairs = pairs if pairs.interleaved is not None else pairs.measured(tokens, first)
-        else:  # those that will be decided later are of fewer tokens
-            moments = pairs.moments(tokens, first)
-            mean, turning = pairs.means(tokens, first, moments)
-            energy, pairs = moments.squares, Rotary(pairs.inv_freq, moments.interleaved)
-        means = mean.square() if turning is None else mean.square() + turning.square()
-        partner = _partner(dim, 2 * len(pairs.inv_freq), bool(pairs.interleaved), keys.device)
-        factors[rows] = key_smoothing(squares(asking, heads), energy, means, partner)
-    return factors
-
-
-@functools.lru_cache(maxsize=64)
-def _partner(head_dim: int, turning: int, interleaved: bool, device: torch.device) -> Tensor:
-    return partners(head_dim, turning, "interleaved" if interleaved else "half").to(device)
+        tokens, turning = keys[rows, :, first:end], None if turning is None else turning[rows]
+        decided = layer._frozen[row]
+        if not decided or shown is None:  # means that are decided later are of fewer tokens
+            found = pairs.means(tokens, first)
+            shown = found.shown
+            mean, turning = (mean, turning) if decided else (found.mean, found.rotary_mean)
+        asking = query[rows, :, first:end]
+        factors.append(pairs.smoothing(asking, tokens, mean, turning, shown))
+    return factors[0] if len(factors) == 1 else torch.cat(factors)
 
 
 def use_calibrated(

@@ -23,12 +23,11 @@ window as codes only.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
 from ..errors import VQCacheError
@@ -42,6 +41,7 @@ from .key_means import Calibrated, Rotary
 from .kv_side import LOOKED_AT, SideBuffers, check_head_dim, problem_with
 from .lazy_kv import KEY, VALUE, KVUpdate, LazyKV
 from .prompt import Prompt
+from .rotary import RopeFrequencies
 from .token_buffer import storing
 
 SLACK = 32  # floats kept beyond the window
@@ -53,14 +53,14 @@ def _dense(states: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class LayerOptions:
-    """The options of `VQCache` that a layer needs; see there. Without a `config` no key turns."""
+    """The options of `VQCache` that a layer needs; see there. `rope`: how the model's keys turn."""
 
     scheme: Allocation
     sinks: int
     window: int
     max_cache_len: int | None = None
     strict: bool = False
-    config: PreTrainedConfig | None = None
+    rope: RopeFrequencies = field(default_factory=RopeFrequencies)
 
 
 class VQCacheLayer(CacheLayerMixin):
@@ -165,7 +165,7 @@ class VQCacheLayer(CacheLayerMixin):
         self._set_start(self.prompt.starts_for(key_states.shape[0]))
         self._frozen = [not scheme.centre_keys] * (1 if self._start is None else len(self._start))
         if centred[0]:
-            of = self.options.config, self.index, key_states, (self.k, self.v), self.calibrated
+            of = self.options.rope, self.index, key_states, (self.k, self.v), self.calibrated
             self._rotary = key_means.rotary_of(*of)
             self._pairs = key_means.pairs_of(self, key_states)
         if self.calibrated is not None:

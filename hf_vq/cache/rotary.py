@@ -40,6 +40,33 @@ def turning_together(device: torch.device) -> int:
     return TOGETHER.get(device.type, 1)
 
 
+class RopeFrequencies:
+    """The frequencies of a model's layers, on their devices: layers of a type share them.
+
+    Args:
+        config: of the model; None = unknown, no key turns.
+    """
+
+    def __init__(self, config: PreTrainedConfig | None = None) -> None:
+        self.config = config
+        self._kept: dict[tuple[Any, ...], tuple[int, Tensor | None]] = {}  # of the last length
+
+    def of(self, layer: int, keys: Tensor) -> Tensor | None:
+        """`inverse_frequencies` of keys [B, H, n, D], on their device."""
+        if self.config is None:
+            return None
+        text, (_, _, length, head_dim) = self.config.get_text_config(decoder=True), keys.shape
+        kinds = getattr(text, "layer_types", None) or ()
+        kind = kinds[layer] if layer < len(kinds) else None
+        of = kind, _turns(text, layer), head_dim, keys.device
+        known = self._kept.get(of)
+        if known is None or known[0] != length:
+            found = inverse_frequencies(self.config, layer, head_dim, length)
+            known = length, None if found is None else found.to(keys.device)
+            self._kept[of] = known
+        return known[1]
+
+
 def inverse_frequencies(
     config: PreTrainedConfig | None, layer: int, head_dim: int, length: int
 ) -> Tensor | None:

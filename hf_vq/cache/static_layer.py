@@ -156,16 +156,17 @@ class VQStaticLayer(VQCacheLayer):
             self.k.rotary_mean = self._rotary = None
             self.static = self.static._replace(key_rotary_mean=None, rotary_inv_freq=None)
 
-    def _may_turn(self, keys: Tensor) -> bool:
-        """Whether the keys of a prompt [B, H, n, D] that is too short to measure means may have
-        strong ones: what the longest row tells, if it has TELLING tokens."""
+    def _shown(self, rotary: Rotary, keys: Tensor) -> tuple[Rotary, bool]:
+        """What the longest row of a prompt [B, H, n, D] that is too short to measure means tells:
+        the layout of pairs, and whether some may turn, if it has TELLING tokens."""
         start = min(self._start or [0])
         row = (self._start or [0]).index(start)
         first, end = start + self.sinks, self.prompt.length or keys.shape[2]
         tokens = keys[row : row + 1, :, first:end]
-        if self._rotary is None or tokens.shape[2] < TELLING:
-            return True
-        return bool(self._rotary.means(tokens, first)[1].any())
+        if tokens.shape[2] < TELLING:
+            return Rotary(rotary.inv_freq, bool(rotary.interleaved)), True
+        interleaved, turns = rotary.means(tokens, first).shown.tolist()
+        return Rotary(rotary.inv_freq, bool(interleaved)), bool(turns)
 
     def _set_length(self) -> None:
         assert self.static.cache_seqlens is not None
@@ -272,7 +273,7 @@ class VQStaticLayer(VQCacheLayer):
             assert self.static.cache_leftpad is not None
             self.static.cache_leftpad.copy_(torch.tensor(self._start or [0] * batch))
             if (inv_freq := self._allocated.rotary_inv_freq) is not None:
-                now = Rotary.of(self.options.config, self.index, key_states, self.calibrated)
+                now = Rotary.of(self.options.rope, self.index, key_states, self.calibrated)
                 if now is not None:  # of a prompt of another length
                     self._rotary = Rotary(inv_freq.copy_(now.inv_freq), now.interleaved)
             if self._pairs is not None:
@@ -311,16 +312,14 @@ class VQStaticLayer(VQCacheLayer):
 
     def _append(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         first = self._rotary if self._length == 0 and self.calibrated is None else None
-        end = key_states.shape[2] - self.window
+        end, may_turn = key_states.shape[2] - self.window, True
         if first is not None and end <= min(self._start or [0]) + self.sinks:
             # Compiled steps will be the ones to measure means, in pairs that are known.
-            seen = key_states[:, :, self._sinks_end :]
-            self._rotary = first.measured(seen, self._sinks_end)
+            self._rotary, may_turn = self._shown(first, key_states)
             self._pairs = None if self._pairs is None else self._rotary
         result = super()._append(key_states, value_states)
         self._publish()
-        decided = first is None or any(self._frozen) or least_strength(self.device) == 0
-        if not decided and not self._may_turn(key_states):
+        if not may_turn and least_strength(self.device) > 0:
             self._stand()
         return result
 

@@ -87,7 +87,8 @@ class TokenBuffer:
     def _move(self, needed: int) -> None:
         room = room_for(needed, len(self), 0, None)
         data = self.data.new_empty(*self.data.shape[:2], room, self.data.shape[3])
-        data[:, :, : len(self)] = self.view()
+        if len(self):
+            data[:, :, : len(self)] = self.view()
         self.data, self.begin, self.end = data, 0, len(self)
 
     def pop(self, count: int) -> None:
@@ -185,9 +186,10 @@ class CodeBuffer:
         units = -(-(skip + room) // unit)
         used = -(-self.end // unit) - first
         data = self._codes(units)
-        data[:, :, :used] = self.data[:, :, first : first + used]
         scale = self.scale.new_zeros(*self.scale.shape[:2], units * unit, self.scale.shape[3])
-        scale[:, :, skip : skip + len(self)] = self.scales()
+        if len(self):
+            data[:, :, :used] = self.data[:, :, first : first + used]
+            scale[:, :, skip : skip + len(self)] = self.scales()
         self.data, self.scale = data, scale
         self.begin, self.end = skip, skip + len(self)
 

@@ -33,6 +33,7 @@ from .codebooks import SINKS, KVCodebooks, cure, find, learned, needs_codebooks,
 from .key_means import Calibrated
 from .layer import LayerOptions, VQCacheLayer
 from .prompt import Prompt
+from .rotary import RopeFrequencies
 from .sliding_layer import VQSlidingCacheLayer
 from .static_layer import VQStaticLayer
 
@@ -115,8 +116,9 @@ class VQCache(Cache):
         if static is not None and not isinstance(static, bool):
             raise VQCacheError(f"VQCache(static=...) must be True, False or None; got {static!r}.")
         self.options = LayerOptions(
-            _usable(kv_allocation(scheme)), sinks, window, max_cache_len, strict, config
-        )
+            _usable(kv_allocation(scheme)), sinks, window, max_cache_len, strict,
+            RopeFrequencies(config),
+        )  # fmt: skip
         self.quantize_sliding = quantize_sliding
         self.prompt = Prompt()
         # DynamicCache knows, in every version of Transformers, which layer of a config is what.

@@ -1,4 +1,5 @@
-"""Plans of the KV cache kernels: append, decode step, dequantize, merge of partial softmaxes."""
+"""Plans of the KV cache kernels: append, decode step, what a prompt decides, dequantize, merge of
+partial softmaxes."""
 
 from __future__ import annotations
 
@@ -99,6 +100,33 @@ class StorePlan(Plan):
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block, in bytes: the larger of keys and values."""
         return max(self.keys.shared_bytes, self.values.shared_bytes)
+
+
+@dataclass(frozen=True)
+class KeyMeansPlan(Plan):
+    """Means of keys, and which pairs of channels turn (kernels/cuda/kv/key_means.cu).
+
+    Args:
+        dtype: of the keys.
+    """
+
+    template: ClassVar[str] = "kv/key_means"
+    LARGEST_DIM: ClassVar[int] = 256
+    dtype: Dtype
+
+
+@dataclass(frozen=True)
+class KeySmoothingPlan(Plan):
+    """Factors of keys, given the queries of a prompt (kernels/cuda/kv/key_smoothing.cu).
+
+    Args:
+        dtype: of queries and keys.
+    """
+
+    template: ClassVar[str] = "kv/key_smoothing"
+    LARGEST_DIM: ClassVar[int] = 256
+    UNIT: ClassVar[int] = 8
+    dtype: Dtype
 
 
 @dataclass(frozen=True)

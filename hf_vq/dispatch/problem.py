@@ -195,6 +195,24 @@ class KVAttentionProblem(NamedTuple):
     op: str = "kv_attention"
 
 
+class KeyMeansProblem(NamedTuple):
+    """Means of the keys of a prompt, which turn with the position (`ops.rotary_mean`)."""
+
+    device: str
+    dtype: str
+    head_dim: int
+    op: str = "key_means"
+
+
+class KeySmoothingProblem(NamedTuple):
+    """Factors of the keys of a prompt, given its queries (`transforms.key_smoothing`)."""
+
+    device: str
+    dtype: str
+    head_dim: int
+    op: str = "key_smoothing"
+
+
 AnyLinearProblem = LinearProblem | PublishedLinearProblem | W4A8LinearProblem
 """Problems whose fields have the same order: a product of x with one weight."""
 
@@ -203,7 +221,7 @@ PROBLEMS: dict[str, Any] = {
     for kind in (
         LinearProblem, InputGradientProblem, PublishedLinearProblem, W4A8LinearProblem,
         DecodeProblem, EncodeProblem, EncodeWeightProblem, RoundWeightProblem, RotateProblem,
-        KVAppendProblem, KVAttentionProblem,
+        KVAppendProblem, KVAttentionProblem, KeyMeansProblem, KeySmoothingProblem,
     )
 }  # fmt: skip
 """The problem of each op, by the op's name."""

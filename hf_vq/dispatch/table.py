@@ -65,6 +65,13 @@ ENTRIES: tuple[Entry, ...] = (
     Entry("cuda.vq_append", "kv_append", "backends.cuda.kv.append:APPEND", CUDA, NVRTC),
     Entry("cpu.vq_append", "kv_append", "backends.cpu.kv:APPEND", CPU, NATIVE),
     Entry("reference", "kv_append", "backends.reference:KV_APPEND"),
+    # what a prompt decides of its keys: means, factors
+    Entry("cuda.key_means", "key_means", "backends.cuda.kv.key_means:MEANS", CUDA, NVRTC),
+    Entry("reference", "key_means", "backends.reference:KEY_MEANS"),
+    Entry(
+        "cuda.key_smoothing", "key_smoothing", "backends.cuda.kv.key_means:SMOOTHING", CUDA, NVRTC
+    ),
+    Entry("reference", "key_smoothing", "backends.reference:KEY_SMOOTHING"),
     # softmax(q K^T) V of codes
     Entry("cuda.vq_attention", "kv_attention", "backends.cuda.kv.attention:ATTENTION", CUDA, NVRTC),
     Entry(

@@ -19,6 +19,7 @@ changes from token to token, so that float32 would leave errors of a logit.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,6 +41,8 @@ FAR = 1 << 17
 """Tokens from the measured ones, up to which that holds."""
 DIFFERENT = 0.9
 """Pairs are (2 p, 2 p + 1) if that leaves less than so much of what is left by (p, p + r)."""
+HALVES, NEIGHBOURS = 0, 1
+"""Layouts of pairs: (p, p + r), (2 p, 2 p + 1)."""
 _FEWEST = 16  # tokens that tell one layout of pairs from the other
 _AT_ONCE = 4096  # tokens: what is rotated is a copy
 
@@ -210,6 +213,37 @@ def means_of(
         stands = ~turning.any(-1, keepdim=True)
         standing = torch.where(stands, mean_of(keys), standing)
     return standing, turning
+
+
+class PromptMeans(NamedTuple):
+    """What the keys of a prompt decide.
+
+    Args:
+        mean: of channels that stand, float32 [B, H, 1, D]; 0 of those that turn.
+        rotary_mean: of channels that turn, at position 0; 0 of those that stand.
+        shown: int32 [2] on the device of the keys: the layout of their pairs, and 1 if some turn.
+    """
+
+    mean: Tensor
+    rotary_mean: Tensor
+    shown: Tensor
+
+
+def prompt_means(
+    keys: Tensor,
+    first: int,
+    inv_freq: Tensor,
+    interleaved: bool | None,
+    strength: float = 0.0,
+    together: int = 1,
+) -> PromptMeans:
+    """`measure_means` of keys [B, H, n, D] from position `first`, of pairs as they show where
+    `interleaved` is None."""
+    positions = torch.arange(first, first + keys.shape[2], device=keys.device)
+    moments = moments_of(keys, positions, inv_freq, interleaved)
+    mean, turning = means_of(moments, keys, strength, together)
+    shown = torch.tensor([moments.interleaved, bool(turning.any())], dtype=torch.int32)
+    return PromptMeans(mean, turning, shown.to(keys.device))
 
 
 def interleave(halves: Tensor, neighbours: Tensor, tokens: int) -> bool:

@@ -32,6 +32,7 @@ from .. import env
 from ..cache.codebooks import codebook_for
 from ..cache.key_means import Rotary
 from ..cache.kv_side import check_head_dim
+from ..cache.rotary import RopeFrequencies
 from ..errors import VQConfigError
 from ..ops import kv_attention
 from ..ops.layout import BLOCK
@@ -310,7 +311,8 @@ class VQAttentionImpl(AttentionImpl[VQMetadata]):
                 self.model.folder, self.model.revision, index, heads,
                 get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size(),
             )  # fmt: skip
-        rotary = None if known is None else Rotary.of(self.model.config, index, like, known)
+        rope = RopeFrequencies(self.model.config)
+        rotary = None if known is None else Rotary.of(rope, index, like, known)
         has_rotary = known is not None and known.rotary_mean is not None
         page = PageFormat.of(self.scheme, heads, self.head_size, tokens, like, has_rotary)
         dense = memory[0].is_contiguous() and page.nbytes == memory[0].numel()

@@ -19,6 +19,7 @@ from vllm.v1.attention.selector import _cached_get_attn_backend
 from hf_vq import calibrate_kv
 from hf_vq.cache.codebooks import FILE_NAME
 from hf_vq.cache.key_means import Rotary
+from hf_vq.cache.rotary import RopeFrequencies
 from hf_vq.formats import KV_SCHEMES
 from hf_vq.vllm import kv_cache
 from hf_vq.vllm.config import register
@@ -74,7 +75,8 @@ def predicted(model: Any, ids: torch.Tensor, scheme: str, tokens: list[int]) -> 
     for index in range(model.config.num_hidden_layers):
         known = None if books is None else books.means[index]
         like = torch.empty(1, heads, 1, dim)
-        rotary = None if known is None else Rotary.of(model.config, index, like, known)
+        rope = RopeFrequencies(model.config)
+        rotary = None if known is None else Rotary.of(rope, index, like, known)
         mean, turning = (
             None if each is None else each[None, :, None]
             for each in ((None, None) if known is None else (known.mean, known.rotary_mean))

@@ -90,7 +90,7 @@ def test_rotary_means_are_found_and_codes_lose_less(
         assert (layer.k.rotary_mean is not None) == (layer.index in turning)
         assert layer.index not in turning or layer._rotary.interleaved == interleaved
     with monkeypatch.context() as patch:
-        patch.setattr(hf_vq.cache.key_means, "inverse_frequencies", lambda *_: None)
+        patch.setattr(hf_vq.cache.rotary, "inverse_frequencies", lambda *_: None)
         standing = VQCache(model.config, window=8)
         greedy(model, ids, standing, 1)
     ours = VQCache(model.config, window=8)

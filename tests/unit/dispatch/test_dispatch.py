@@ -29,6 +29,8 @@ ORDER = {
         "cuda.vq_attention", "cuda.attention_prefill", "cpu.vq_attention", "torch.attention",
         "reference",
     ],
+    "key_means": ["cuda.key_means", "reference"],
+    "key_smoothing": ["cuda.key_smoothing", "reference"],
 }  # fmt: skip
 """Names are what `explain` prints and HF_VQ_BACKEND takes; the first that can, does."""
 
