@@ -38,8 +38,9 @@ from hf_vq.formats.nearest import nearest_in_groups
 from hf_vq.formats.scheme import VQScheme
 from hf_vq.formats.shared import universal_tensor
 from hf_vq.ops.reference.codes import mean_of
+from hf_vq.ops.reference.key_means import prompt_means
 from hf_vq.ops.reference.nomad import quantized_tables, score_tables
-from hf_vq.ops.rotary_mean import prompt_means, rotated
+from hf_vq.ops.rotary_mean import rotated
 
 from . import baselines
 from .banded import RoundTrip, Scores, Simulation, dot_products, simulate

@@ -10,11 +10,9 @@ from ..dispatch import Implementation, PublishedLinearProblem
 from ..ops import fused_inputs, input_gradient, published, w4a8
 from ..ops.kv import PAGED, STATIC, KVCacheView
 from ..ops.reference import codes as reference
-from ..ops.reference import encode_weight, round_weight
+from ..ops.reference import encode_weight, key_means, round_weight
 from ..ops.reference import kv_attention as attention_reference
 from ..ops.reference import kv_static as static_reference
-from ..ops.rotary_mean import prompt_means
-from ..transforms.key_smoothing import prompt_smoothing
 
 
 def _decoded(problem: PublishedLinearProblem) -> str:
@@ -52,5 +50,5 @@ ROUND_WEIGHT = Implementation(round_weight.round_weight)
 ROTATE = Implementation(reference.rotate)
 KV_APPEND = Implementation(_kv_append)
 KV_ATTENTION = Implementation(_kv_attention)
-KEY_MEANS = Implementation(prompt_means)
-KEY_SMOOTHING = Implementation(prompt_smoothing)
+KEY_MEANS = Implementation(key_means.prompt_means)
+KEY_SMOOTHING = Implementation(key_means.prompt_smoothing)

@@ -118,7 +118,7 @@ class Rotary:
         turning: Tensor | None,
         shown: Tensor | bool,
     ) -> Tensor:
-        """Factors of keys, as `transforms.key_smoothing.prompt_smoothing`."""
+        """Factors of keys, as `ops.reference.key_means.prompt_smoothing`."""
         asked = KeySmoothingProblem(keys.device.type, name_of(keys.dtype), keys.shape[3])
         pairs = len(self.inv_freq)
         factors: Tensor = select(asked).run(query, keys, mean, turning, pairs, shown)
@@ -291,9 +291,10 @@ def smooth(layer: VQCacheLayer, query: Tensor, keys: Tensor) -> None:
         if keys.device.type != "cpu" or bool((factors != 1).any()):  # a GPU would have to wait
             layer.version += 1
             layer.k.smoothing = factors
-            tail, coded = layer.k.tail.view(), slice(layer.first_code, layer.coded)
-            view = layer._view(tail, layer.v.tail.view(), layer.first_code, 0)
-            kv_append(keys[:, :, coded], layer.v.tail.view()[:, :, :0], view)
+            if len(layer.k.codes):
+                tails, coded = (layer.k.tail.view(), layer.v.tail.view()), layer.coded
+                view = layer._view(*tails, layer.first_code, 0)
+                kv_append(keys[:, :, layer.first_code : coded], tails[1][:, :, :0], view)
     if offloaded:
         layer.offload()
 
@@ -306,7 +307,8 @@ def _factors(layer: VQCacheLayer, pairs: Rotary, query: Tensor, keys: Tensor) ->
     factors = []
     for row, (rows, start) in enumerate(_rows(layer)):
         first = start + layer.sinks
-        mean, turning, shown = side.mean[rows], side.rotary_mean, pairs.interleaved
+        mean, turning = side.mean[rows], side.rotary_mean
+        shown: bool | Tensor | None = pairs.interleaved
         if end - first < FEWEST:
             factors.append(torch.ones_like(mean))
             continue

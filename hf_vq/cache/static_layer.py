@@ -20,6 +20,7 @@ from torch.compiler import is_compiling
 from ..errors import VQCacheError
 from ..ops import KVCacheView, KVSide, kv_append, kv_attention
 from ..ops.kv import flatten
+from .codebooks import universal
 from .key_means import Rotary, pairs_of, use_calibrated
 from .layer import SLACK, VQCacheLayer
 from .lazy_kv import KEY, VALUE, CompiledKV
@@ -28,6 +29,10 @@ from .token_buffer import TokenBuffer, storing
 
 TELLING = 4  # tokens of a prompt that tell how strong a constant part of keys is
 GROWING = "make it with VQCache(..., static=False), which grows and cannot be compiled"
+
+
+_rehearsed: set[tuple[Any, ...]] = set()
+"""Shapes and schemes of layers that were rehearsed."""
 
 
 class RingBuffer(TokenBuffer):
@@ -211,8 +216,25 @@ class VQStaticLayer(VQCacheLayer):
         for tensor in self._tensors():
             # Without a guard: a new cache has CUDA graphs captured again, and nothing compiled.
             torch._dynamo.mark_static_address(tensor, guard=False)
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and not self._rehearsed():
             self._rehearse(key_states, value_states)
+
+    def _rehearsed(self) -> bool:
+        """Whether a layer like this was rehearsed before, in this process. (Learned codebooks are
+        each layer's own.)"""
+        of = tuple(
+            (part.shape, part.dtype, part.device) if isinstance(part, Tensor) else part
+            for part in (*flatten(self.static), self.groups)
+        )
+        shared = all(
+            side.scheme.codebook == "universal"
+            and side.codebook is universal(side.scheme, self.device)
+            for side in (self.k, self.v)
+        )
+        if of in _rehearsed:
+            return shared
+        _rehearsed.add(of)
+        return False
 
     def _rehearse(self, key_states: Tensor, value_states: Tensor) -> None:
         """Store a token, attend to it as a model does, and forget it: what kernels compile or keep

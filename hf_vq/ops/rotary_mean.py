@@ -229,23 +229,6 @@ class PromptMeans(NamedTuple):
     shown: Tensor
 
 
-def prompt_means(
-    keys: Tensor,
-    first: int,
-    inv_freq: Tensor,
-    interleaved: bool | None,
-    strength: float = 0.0,
-    together: int = 1,
-) -> PromptMeans:
-    """`measure_means` of keys [B, H, n, D] from position `first`, of pairs as they show where
-    `interleaved` is None."""
-    positions = torch.arange(first, first + keys.shape[2], device=keys.device)
-    moments = moments_of(keys, positions, inv_freq, interleaved)
-    mean, turning = means_of(moments, keys, strength, together)
-    shown = torch.tensor([moments.interleaved, bool(turning.any())], dtype=torch.int32)
-    return PromptMeans(mean, turning, shown.to(keys.device))
-
-
 def interleave(halves: Tensor, neighbours: Tensor, tokens: int) -> bool:
     """Whether keys turn in pairs (2 p, 2 p + 1), rather than (p, p + r): models have either, and
     their configs do not say which.

@@ -16,8 +16,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .smoothing import partners
-
 FEWEST = 16
 """Queries that tell what is large; with fewer, factors are 1."""
 WORTH = 1.1
@@ -57,33 +55,6 @@ def key_smoothing(queries: Tensor, keys: Tensor, means: Tensor, partner: Tensor)
     before = both.sum(-1, keepdim=True).prod(0)
     after = both.prod(0).sqrt().sum(-1, keepdim=True).square()
     return torch.where(before >= WORTH * after, factor, 1.0)  # NaN is not
-
-
-def prompt_smoothing(
-    query: Tensor,
-    keys: Tensor,
-    mean: Tensor,
-    turning: Tensor | None,
-    pairs: int,
-    shown: Tensor | bool,
-) -> Tensor:
-    """`key_smoothing` as a prompt decides it: float32 [B, H, 1, D].
-
-    Args:
-        query: [B, Hq, n, D].
-        keys: [B, H, n, D].
-        mean: of the keys, float32 [B, H, 1, D].
-        turning: another mean of the keys, which turns with the position; None = 0.
-        pairs: of channels that turn.
-        shown: whether pairs are channels (2 p, 2 p + 1), not (p, p + `pairs`); or
-            `ops.rotary_mean.PromptMeans.shown`.
-    """
-    heads = keys.shape[1]
-    interleaved = bool(shown[0]) if isinstance(shown, Tensor) else shown
-    partner = partners(keys.shape[3], 2 * pairs, "interleaved" if interleaved else "half")
-    means = mean.square() if turning is None else mean.square() + turning.square()
-    found = squares(query, heads), squares(keys, heads)
-    return key_smoothing(*found, means, partner.to(keys.device))
 
 
 def in_range(factors: Tensor) -> bool:

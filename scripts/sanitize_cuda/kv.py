@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hf_vq.backends.cuda.kv import append as cuda_append
 from hf_vq.backends.cuda.kv import attention as cuda_attention
+from hf_vq.backends.cuda.kv import key_means as cuda_means
 from hf_vq.backends.cuda.kv import prefill as cuda_prefill
 from hf_vq.backends.cuda.kv import step as cuda_store
 from hf_vq.backends.torch.partial_softmax import Maths
@@ -26,6 +27,7 @@ from hf_vq.ops.layout import ROWS
 from hf_vq.ops.reference import codes as reference
 from hf_vq.ops.reference import kv_attention as attention_reference
 from hf_vq.ops.reference import kv_static as static_reference
+from hf_vq.ops.reference.key_means import prompt_means, prompt_smoothing
 from hf_vq.serving.batch import Table
 from hf_vq.serving.pages import LayerPages, PageFormat
 
@@ -193,7 +195,28 @@ def attend(name: str, dim: int, queries: int, tokens: int = 700, window: int = 6
     assert (found - exact).norm() < 2.0**-7 * exact.norm()
 
 
+def decided() -> Iterator[Case]:
+    """Plans of key_means.cu and key_smoothing.cu: a block, or several, for each head."""
+    for dtype, (dim, pairs), tokens in product(FLOATS.values(), ((80, 20), (256, 128)), (9, 150)):
+        yield f"decide {tokens} x {dim} {dtype}", partial(decide, dtype, dim, pairs, tokens)
+
+
+def decide(dtype: torch.dtype, dim: int, pairs: int, tokens: int) -> None:
+    """A launch of each, for keys that turn."""
+    keys = torch.randn(2, 3, tokens, dim) + 3 * torch.randn(2, 3, 1, dim)
+    query = (torch.randn(2, 12, tokens, dim) * torch.randn(dim).exp()).to(dtype)
+    keys, inv_freq = keys.to(dtype), 1e4 ** -(torch.arange(pairs) / pairs)
+    exact = prompt_means(keys, 4, inv_freq, None, 0.1, 16)
+    there = cuda_means.prompt_means(keys.cuda(), 4, inv_freq.cuda(), None, 0.1, 16)
+    for found, expected in zip(there, exact, strict=True):
+        assert torch.allclose(found.cpu(), expected, atol=1e-4)
+    factors = prompt_smoothing(query, keys, *exact[:2], pairs, exact.shown)
+    found = cuda_means.prompt_smoothing(query.cuda(), keys.cuda(), *there[:2], pairs, there.shown)
+    assert torch.allclose(found.cpu(), factors, rtol=1e-3)
+
+
 MAKERS = {
+    "key_means": decided,
     "attention": attended,
     "pages": in_pages,
     "append": keys_and_values,

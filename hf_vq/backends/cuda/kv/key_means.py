@@ -98,7 +98,7 @@ def prompt_means(
     strength: float = 0.0,
     together: int = 1,
 ) -> PromptMeans:
-    """`ops.rotary_mean.prompt_means`; nothing waits for the device."""
+    """`ops.reference.key_means.prompt_means`; nothing waits for the device."""
     batch, heads, tokens, dim = keys.shape
     mean, turning = (
         keys.new_empty(batch, heads, 1, dim, dtype=torch.float32) for _ in ("stands", "turns")
@@ -133,7 +133,7 @@ def prompt_smoothing(
     pairs: int,
     shown: Tensor | bool,
 ) -> Tensor:
-    """`transforms.key_smoothing.prompt_smoothing`; nothing waits for the device."""
+    """`ops.reference.key_means.prompt_smoothing`; nothing waits for the device."""
     batch, heads, tokens, dim = keys.shape
     if not keys.numel():
         return torch.ones_like(mean)
@@ -144,16 +144,16 @@ def prompt_smoothing(
     counters = keys.new_zeros(rows, dtype=torch.int32)
     sums, factors = mean.new_empty(rows, parts, 2, dim), torch.empty_like(mean)
     ordinal, size = keys.device.index, keys.element_size()
-    on_host = not isinstance(shown, Tensor)
+    there, interleaved = (shown, False) if isinstance(shown, Tensor) else (None, shown)
     with on_device(ordinal):
         _smoothing_kernel(keys.dtype, ordinal)(
             rows * parts, torch._C._cuda_getCurrentRawStream(ordinal),
             query.data_ptr(), keys.data_ptr(), mean.data_ptr(),
             None if turning is None else turning.data_ptr(),
-            None if on_host else shown.data_ptr(), sums.data_ptr(), counters.data_ptr(),
+            None if there is None else there.data_ptr(), sums.data_ptr(), counters.data_ptr(),
             factors.data_ptr(), *(size * x.stride(i) for x in (query, keys) for i in range(3)),
             heads, query.shape[1] // heads, dim, pairs, tokens, parts, each,
-            bool(shown) if on_host else 0,
+            interleaved,
         )  # fmt: skip
     return factors
 
