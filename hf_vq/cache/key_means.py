@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -99,6 +99,7 @@ class Rotary:
         interleaved = None if known is None else known.interleaved
         return None if found is None else cls(found, interleaved)
 
+    @torch.compiler.disable
     def means(self, keys: Tensor, first: int) -> PromptMeans:
         """What keys [B, H, n, D] from position `first` decide, with the layout of pairs that they
         show unless it is known; rows below `least_strength` stand, and weak pairs where
@@ -110,6 +111,7 @@ class Rotary:
         )
         return found
 
+    @torch.compiler.disable
     def smoothing(
         self,
         query: Tensor,
@@ -201,7 +203,7 @@ def _measure(layer: VQCacheLayer, rows: slice, tokens: Tensor, first: int) -> No
         side.mean = _with_rows(side.mean, rows, mean_of(tokens))
         return
     mean, turning, shown = rotary.means(tokens, first)
-    interleaved, turns = shown.tolist()  # a GPU waits here, once
+    interleaved, turns = shown.tolist()  # a GPU waits here
     layer._rotary = Rotary(rotary.inv_freq, bool(interleaved))
     layer._pairs = None if layer._pairs is None else layer._rotary
     side.mean, before = _with_rows(side.mean, rows, mean), side.rotary_mean
@@ -304,11 +306,10 @@ def _factors(layer: VQCacheLayer, pairs: Rotary, query: Tensor, keys: Tensor) ->
     [B, H, 1, D]."""
     side, end = layer.k, min(keys.shape[2], layer.prompt.length or keys.shape[2])
     assert side.mean is not None
-    factors = []
+    factors, shown = [], cast("bool | Tensor | None", pairs.interleaved)
     for row, (rows, start) in enumerate(_rows(layer)):
         first = start + layer.sinks
         mean, turning = side.mean[rows], side.rotary_mean
-        shown: bool | Tensor | None = pairs.interleaved
         if end - first < FEWEST:
             factors.append(torch.ones_like(mean))
             continue
@@ -316,7 +317,7 @@ def _factors(layer: VQCacheLayer, pairs: Rotary, query: Tensor, keys: Tensor) ->
         decided = layer._frozen[row]
         if not decided or shown is None:  # means that are decided later are of fewer tokens
             found = pairs.means(tokens, first)
-            shown = found.shown
+            shown = found.shown if shown is None else shown
             mean, turning = (mean, turning) if decided else (found.mean, found.rotary_mean)
         asking = query[rows, :, first:end]
         factors.append(pairs.smoothing(asking, tokens, mean, turning, shown))

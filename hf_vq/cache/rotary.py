@@ -51,6 +51,10 @@ class RopeFrequencies:
         self.config = config
         self._kept: dict[tuple[Any, ...], tuple[int, Tensor | None]] = {}  # of the last length
 
+    def __getstate__(self) -> dict[str, Any]:
+        """The config alone: memory of a device is found again."""
+        return {"config": self.config, "_kept": {}}
+
     def of(self, layer: int, keys: Tensor) -> Tensor | None:
         """`inverse_frequencies` of keys [B, H, n, D], on their device."""
         if self.config is None:

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from .. import env
+from ..dispatch import selection
 from ..errors import VQCacheError
 from ..ops import KVCacheView, KVSide, kv_append, kv_attention
 from ..ops.kv import flatten
@@ -32,7 +34,7 @@ GROWING = "make it with VQCache(..., static=False), which grows and cannot be co
 
 
 _rehearsed: set[tuple[Any, ...]] = set()
-"""Shapes and schemes of layers that were rehearsed."""
+"""What was rehearsed in this process (`VQStaticLayer._kind`)."""
 
 
 class RingBuffer(TokenBuffer):
@@ -162,12 +164,14 @@ class VQStaticLayer(VQCacheLayer):
             self.static = self.static._replace(key_rotary_mean=None, rotary_inv_freq=None)
 
     def _shown(self, rotary: Rotary, keys: Tensor) -> tuple[Rotary, bool]:
-        """What the longest row of a prompt [B, H, n, D] that is too short to measure means tells:
+        """What a prompt [B, H, n, D] that is too short to measure means tells, or its longest row:
         the layout of pairs, and whether some may turn, if it has TELLING tokens."""
-        start = min(self._start or [0])
-        row = (self._start or [0]).index(start)
+        rows, start = slice(None), 0
+        if self._start is not None:
+            start = min(self._start)
+            rows = slice(self._start.index(start), self._start.index(start) + 1)
         first, end = start + self.sinks, self.prompt.length or keys.shape[2]
-        tokens = keys[row : row + 1, :, first:end]
+        tokens = keys[rows, :, first:end]
         if tokens.shape[2] < TELLING:
             return Rotary(rotary.inv_freq, bool(rotary.interleaved)), True
         interleaved, turns = rotary.means(tokens, first).shown.tolist()
@@ -216,25 +220,26 @@ class VQStaticLayer(VQCacheLayer):
         for tensor in self._tensors():
             # Without a guard: a new cache has CUDA graphs captured again, and nothing compiled.
             torch._dynamo.mark_static_address(tensor, guard=False)
-        if self.device.type == "cuda" and not self._rehearsed():
-            self._rehearse(key_states, value_states)
+        if self.device.type == "cuda":
+            kind = self._kind()
+            if kind not in _rehearsed:
+                self._rehearse(key_states, value_states)
+            if kind is not None:
+                _rehearsed.add(kind)
 
-    def _rehearsed(self) -> bool:
-        """Whether a layer like this was rehearsed before, in this process. (Learned codebooks are
-        each layer's own.)"""
-        of = tuple(
-            (part.shape, part.dtype, part.device) if isinstance(part, Tensor) else part
-            for part in (*flatten(self.static), self.groups)
-        )
-        shared = all(
-            side.scheme.codebook == "universal"
-            and side.codebook is universal(side.scheme, self.device)
-            for side in (self.k, self.v)
-        )
-        if of in _rehearsed:
-            return shared
-        _rehearsed.add(of)
-        return False
+    def _kind(self) -> tuple[Any, ...] | None:
+        """What decides the kernels of a layer; None for codebooks of its own, of which kernels keep
+        tables."""
+        for side in (self.k, self.v):
+            shared = side.scheme.codebook == "universal"
+            if not shared or side.codebook is not universal(side.scheme, self.device):
+                return None
+        return (
+            *((part.shape, part.dtype, part.device) if isinstance(part, Tensor) else part
+              for part in flatten(self.static)),
+            self.groups, env.BACKEND.get(), selection.generation,
+            id(self.k.codebook), id(self.v.codebook),
+        )  # fmt: skip
 
     def _rehearse(self, key_states: Tensor, value_states: Tensor) -> None:
         """Store a token, attend to it as a model does, and forget it: what kernels compile or keep

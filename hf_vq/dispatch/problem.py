@@ -196,7 +196,7 @@ class KVAttentionProblem(NamedTuple):
 
 
 class KeyMeansProblem(NamedTuple):
-    """Means of the keys of a prompt, which turn with the position (`ops.rotary_mean`)."""
+    """Standing and rotary means of a prompt's keys (`ops.rotary_mean`)."""
 
     device: str
     dtype: str

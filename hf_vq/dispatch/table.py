@@ -67,10 +67,12 @@ ENTRIES: tuple[Entry, ...] = (
     Entry("reference", "kv_append", "backends.reference:KV_APPEND"),
     # what a prompt decides of its keys: means, factors
     Entry("cuda.key_means", "key_means", "backends.cuda.kv.key_means:MEANS", CUDA, NVRTC),
+    Entry("cpu.key_means", "key_means", "backends.reference:KEY_MEANS", CPU),
     Entry("reference", "key_means", "backends.reference:KEY_MEANS"),
     Entry(
         "cuda.key_smoothing", "key_smoothing", "backends.cuda.kv.key_means:SMOOTHING", CUDA, NVRTC
     ),
+    Entry("cpu.key_smoothing", "key_smoothing", "backends.reference:KEY_SMOOTHING", CPU),
     Entry("reference", "key_smoothing", "backends.reference:KEY_SMOOTHING"),
     # softmax(q K^T) V of codes
     Entry("cuda.vq_attention", "kv_attention", "backends.cuda.kv.attention:ATTENTION", CUDA, NVRTC),

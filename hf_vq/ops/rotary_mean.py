@@ -171,17 +171,19 @@ class KeyMoments:
         standing, turning = self._means
         stood, turned, left = self._energies(standing, turning)
         share, pairs = SMALLEST_SHARE * left, max(len(self.inv_freq), 1)
-        tell = (self.inv_freq * self.span >= 1).to(stood.dtype)
-        telling, standing_still = ((x * tell).sum(-1, keepdim=True) for x in (turned, stood))
+        tell = self.inv_freq * self.span >= 1
+        telling, standing_still = (
+            torch.where(tell, x, 0).sum(-1, keepdim=True) for x in (turned, stood)
+        )
         least = torch.maximum(share, left * (NOISE / max(self.tokens - 1, 1)))
         head = (turned.sum(-1, keepdim=True) > least) & _as_good(telling, standing_still, share)
         head = head & (self.tokens > 1)
         holds = turned > least / pairs
         turns = head & holds & _as_good(turned, stood, share / pairs)
-        held = (turned * turns).sum(-1, keepdim=True)
+        held = torch.where(turns, turned, 0).sum(-1, keepdim=True)
         turns = turns & (held >= strength * left).any(1, keepdim=True)
         if together > 1:
-            given = turned * turns * self._given_by_standing()
+            given = torch.where(turns, turned, 0) * self._given_by_standing()
             turns = turns & _strongest(given, LITTLE * left, together)
         rest = standing.shape[-1] - 2 * len(self.inv_freq)
         turns = torch.nn.functional.pad(_by_channel(turns, self.interleaved), (0, rest))

@@ -31,7 +31,6 @@ from ..cache import VQCache, VQCacheLayer
 from ..cache.codebooks import codebook_for
 from ..cache.key_means import Rotary
 from ..cache.kv_side import check_head_dim
-from ..cache.rotary import RopeFrequencies
 from ..errors import VQCacheError
 from ..hf.attention import vq_attention
 from ..ops import kv_attention
@@ -184,8 +183,7 @@ class PagedCodes(PagedAttentionCache):
         )
         memory, page = self.codes.memory_of(index), self.codes.formats[index]
         known = coded.calibrated
-        rope = RopeFrequencies(self.config)
-        rotary = None if known is None else Rotary.of(rope, index, like, known)
+        rotary = None if known is None else Rotary.of(coded.options.rope, index, like, known)
         return LayerPages(memory, page, books, known, rotary)
 
     def extend_read_and_write_indices(

@@ -66,6 +66,8 @@ def measure(args: argparse.Namespace) -> int:
     if args.list:
         print("\n".join(wanted))
         return 0
+    if min(options.kv_passages, options.kv_long_passages) < 2:
+        raise VQError("passages are 2 or more: of one there is no standard error.")
     start = f"python -m benchmarks {NAME} MODEL_DIR"
     command = command_line(start, args.parser, args, _SHOWN)
     for model in args.models:

@@ -15,7 +15,7 @@ _PART, _MOST_PARTS = 64, 64  # tokens of a block; blocks of a head
 def measurable(head_dim: int) -> str | None:
     """None if means of keys of `head_dim` numbers are measured, else the reason why not."""
     most = KeyMeansPlan.LARGEST_DIM
-    return None if 0 < head_dim <= most else f"head_dim {head_dim} is more than {most}"
+    return None if head_dim <= most else f"head_dim {head_dim} is more than {most}"
 
 
 def smoothable(head_dim: int) -> str | None:

@@ -2,7 +2,7 @@
 // The last of several blocks to arrive goes on, and sees all that the others wrote before.
 #pragma once
 
-// One true result for every `blocks` calls with a counter that begins at 0, for all threads of that block.
+// True for all threads of the last of `blocks` blocks that call it with a counter that begins at 0.
 __device__ inline bool arrives_last(int* counter, int blocks) {
   __shared__ bool last;
   __threadfence();

@@ -11,14 +11,12 @@ import torch
 
 from hf_vq import dispatch
 from hf_vq.backends.cuda.kv import key_means as kernels
-from hf_vq.codegen.families.key_means import split
 from hf_vq.dispatch import KeyMeansProblem, KeySmoothingProblem
 from hf_vq.ops.reference.key_means import prompt_means
 from hf_vq.ops.rotary_mean import PromptMeans, rotated
 from hf_vq.transforms.key_smoothing import key_smoothing
 from hf_vq.transforms.smoothing import partners
-from tests.buckets.case import poison, same_bits
-from tests.buckets.shared_memory import LARGE, NAN, fill
+from tests.buckets.case import twice
 
 pytestmark = [
     pytest.mark.gpu,
@@ -38,17 +36,6 @@ SHAPES = [  # batch, heads, tokens, head_dim, pairs
     (1, 2, 15, 16, 8),
     (5, 40, 33, 48, 7),
 ]
-
-
-def twice(run, *given):
-    """The tensors that `run` returns, which it makes anew, both times with the same bits."""
-    device, found = torch.device("cuda", torch.cuda.current_device()), []
-    for number in (NAN, LARGE):
-        poison(device)
-        fill(number, device)
-        found.append(run(*given))
-    assert same_bits(*found), "the second call on the same inputs has other bits"
-    return found[0]
 
 
 def turning_keys(shape, first, interleaved, dtype):
@@ -111,12 +98,6 @@ def test_sums_of_a_row_are_its_own():
         alone = kernels.prompt_means(keys[row : row + 1], 4, inv_freq, False)
         for one, other in zip(alone[:2], together[:2], strict=True):
             assert torch.equal(one[0], other[row])
-
-
-@pytest.mark.parametrize("tokens", [1, 64, 65, 4096, 4097, 131_072])
-def test_blocks_have_all_tokens(tokens):
-    parts, each = split(tokens)
-    assert (parts - 1) * each < tokens <= parts * each and parts <= 64
 
 
 def exactly(query, keys, mean, turning, pairs, interleaved):

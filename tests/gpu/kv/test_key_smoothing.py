@@ -30,8 +30,7 @@ from hf_vq.ops.reference import kv_static as static_reference
 from hf_vq.ops.rotary_mean import rotated, rotated_key_mean
 from tests.buckets import caches
 from tests.buckets.attention import SCHEMES, AttentionCase, has_kernel
-from tests.buckets.case import kv_codebook, poison, run_twice, same_bits
-from tests.buckets.shared_memory import LARGE, NAN, fill
+from tests.buckets.case import kv_codebook, run_twice, same_bits, twice
 from tests.fixtures.kv.attention_float64 import factors, make, written_out
 
 pytestmark = [
@@ -95,17 +94,6 @@ def _compiled():
     plans = {plan for case in (*MATRIX, *OTHERS) if able(case, arch) for plan in case.plans(arch)}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda plan: cubin(plan, arch.name, default_store()), plans))
-
-
-def twice(call):
-    """The tensors that `call` returns, which it makes anew, both times with the same bits."""
-    device, found = torch.device("cuda", torch.cuda.current_device()), []
-    for number in (NAN, LARGE):
-        poison(device)
-        fill(number, device)
-        found.append(call())
-    assert same_bits(*found), "the second call on the same inputs has other bits"
-    return found[0]
 
 
 def able(case, arch):

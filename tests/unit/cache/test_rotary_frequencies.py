@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 
-from hf_vq.cache.rotary import inverse_frequencies
+from hf_vq.cache.rotary import RopeFrequencies, inverse_frequencies
 from tests.fixtures.generation import MLA, SMALL
 
 LONG = {"rope_theta": 5e5, "original_max_position_embeddings": 32}
@@ -72,3 +74,22 @@ def test_none_where_keys_do_not_turn_or_nothing_says_how() -> None:
     llama = config_of("llama")
     llama.rope_parameters = {"rope_type": "unheard of"}
     assert inverse_frequencies(llama, 0, 16, 9) is None
+
+
+def test_layers_of_a_type_share_frequencies() -> None:
+    """Made once for a type of layers and a length, and again for another length."""
+    config = config_of("llama", head_dim=16)
+    rope, keys = RopeFrequencies(config), torch.empty(1, 4, 9, 16)
+    found = rope.of(0, keys)
+    assert found is not None and torch.equal(found, inverse_frequencies(config, 0, 16, 9))
+    assert rope.of(5, keys) is found and rope.of(0, keys[:, :, :3]) is not found
+    assert copy.deepcopy(rope)._kept == {} and pickle.loads(pickle.dumps(rope))._kept == {}
+    other = rope.of(0, torch.empty(1, 4, 9, 32))
+    assert other is not None and len(other) == 8  # the config's, whatever the keys are
+    assert RopeFrequencies().of(0, keys) is None
+
+
+def test_layers_of_other_types_do_not_share() -> None:
+    rope = RopeFrequencies(config_of("smollm3", no_rope_layers=[1, 0]))
+    keys = torch.empty(1, 4, 9, 16)
+    assert rope.of(1, keys) is None and rope.of(0, keys) is not None and rope.of(1, keys) is None

@@ -382,3 +382,27 @@ def test_which_caches_are_static(config: LlamaConfig) -> None:
     )  # fmt: skip
     kinds = [type(x) for x in VQCache(hybrid, max_cache_len=9, static=True).layers]
     assert kinds == [StaticSlidingWindowLayer, VQStaticLayer]
+
+
+def test_layers_alike_are_of_one_kind(
+    config: LlamaConfig, tokens: Tokens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a GPU rehearses once: not codebooks of a layer's own, nor another backend."""
+
+    def kind(scheme: str = "u4", capacity: int = CAPACITY, **options: Any) -> Any:
+        cache = VQCache(config, scheme, max_cache_len=capacity, static=True, **options)
+        cache.update(*tokens(20), 0)
+        layer = cache.layers[0]
+        assert isinstance(layer, VQStaticLayer)
+        return layer._kind()
+
+    first = kind()
+    assert first is not None and kind() == first
+    assert len({first, kind("u3"), kind(capacity=CAPACITY + 1), kind(window=8)}) == 4
+    monkeypatch.setenv("HF_VQ_BACKEND", "reference")
+    assert kind() not in (None, first)
+    monkeypatch.delenv("HF_VQ_BACKEND")
+    layer = VQCache(config, max_cache_len=CAPACITY, static=True)
+    layer.update(*tokens(20), 0)
+    layer.layers[0].k.codebook = layer.layers[0].k.codebook.clone()
+    assert layer.layers[0]._kind() is None

@@ -29,8 +29,8 @@ ORDER = {
         "cuda.vq_attention", "cuda.attention_prefill", "cpu.vq_attention", "torch.attention",
         "reference",
     ],
-    "key_means": ["cuda.key_means", "reference"],
-    "key_smoothing": ["cuda.key_smoothing", "reference"],
+    "key_means": ["cuda.key_means", "cpu.key_means", "reference"],
+    "key_smoothing": ["cuda.key_smoothing", "cpu.key_smoothing", "reference"],
 }  # fmt: skip
 """Names are what `explain` prints and HF_VQ_BACKEND takes; the first that can, does."""
 
@@ -177,3 +177,10 @@ def test_the_pages_name_entries_that_there_are(root):
     for page in (*root.glob("*.md"), *root.glob("docs/**/*.md"), root / "kernels" / "README.md"):
         named = re.findall(r"`((?:cpu|cuda|triton|two_passes)\.\w+)`", page.read_text("utf-8"))
         assert set(named) <= known | modules, page
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_a_cpu_that_is_forced_decides_for_a_prompt(backend, monkeypatch):
+    monkeypatch.setenv("HF_VQ_BACKEND", backend)
+    for op in ("key_means", "key_smoothing"):
+        assert dispatch.select(PROBLEMS[op]("cpu", "float32", 64)).name.startswith(backend)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 
 import torch
@@ -11,8 +10,10 @@ from torch import Tensor
 from .... import dispatch
 from ....codegen.families import key_means as plans
 from ....codegen.jit.kernel_store import default_store
-from ....codegen.jit.launch import LoadedKernel
+from ....codegen.jit.launch import LoadedKernel, Prepared
+from ....codegen.packed import FLOAT, INT32, INT64, POINTER, Packed
 from ....dispatch import Implementation
+from ....errors import VQFormatError
 from ....ops.rotary_mean import HALVES, NEIGHBOURS, PromptMeans
 from ... import refusals
 from ..linear.dequantize import DTYPES, on_device
@@ -21,73 +22,32 @@ _ALIGNED = 16  # bytes of the widest load
 _UNKNOWN = 2  # layout of pairs
 
 
-class KeyMeansArguments(ctypes.Structure):
-    """struct Arguments of kernels/cuda/kv/key_means.cu."""
-
-    _fields_ = [
-        ("keys", ctypes.c_void_p),
-        ("inv_freq", ctypes.c_void_p),
-        ("sums", ctypes.c_void_p),
-        ("counters", ctypes.c_void_p),
-        ("mean", ctypes.c_void_p),
-        ("turning", ctypes.c_void_p),
-        ("shown", ctypes.c_void_p),
-        ("batch", ctypes.c_int64),
-        ("head", ctypes.c_int64),
-        ("token", ctypes.c_int64),
-        ("position", ctypes.c_int64),
-        ("heads", ctypes.c_int32),
-        ("rows", ctypes.c_int32),
-        ("dim", ctypes.c_int32),
-        ("pairs", ctypes.c_int32),
-        ("tokens", ctypes.c_int32),
-        ("parts", ctypes.c_int32),
-        ("tokens_of_part", ctypes.c_int32),
-        ("layout", ctypes.c_int32),
-        ("together", ctypes.c_int32),
-        ("strength", ctypes.c_float),
-    ]
-
-
-class KeySmoothingArguments(ctypes.Structure):
-    """struct Arguments of kernels/cuda/kv/key_smoothing.cu."""
-
-    _fields_ = [
-        ("queries", ctypes.c_void_p),
-        ("keys", ctypes.c_void_p),
-        ("mean", ctypes.c_void_p),
-        ("turning", ctypes.c_void_p),
-        ("shown", ctypes.c_void_p),
-        ("sums", ctypes.c_void_p),
-        ("counters", ctypes.c_void_p),
-        ("factors", ctypes.c_void_p),
-        ("query_batch", ctypes.c_int64),
-        ("query_head", ctypes.c_int64),
-        ("query_token", ctypes.c_int64),
-        ("key_batch", ctypes.c_int64),
-        ("key_head", ctypes.c_int64),
-        ("key_token", ctypes.c_int64),
-        ("heads", ctypes.c_int32),
-        ("groups", ctypes.c_int32),
-        ("dim", ctypes.c_int32),
-        ("pairs", ctypes.c_int32),
-        ("tokens", ctypes.c_int32),
-        ("parts", ctypes.c_int32),
-        ("tokens_of_part", ctypes.c_int32),
-        ("interleaved", ctypes.c_int32),
-    ]
+MEANS_ARGUMENTS = Packed([
+    ("keys inv_freq sums decided found counters mean turning shown", POINTER),
+    ("batch head token position", INT64),
+    ("heads rows dim pairs tokens parts tokens_of_part layout together", INT32),
+    ("strength", FLOAT),
+])  # fmt: skip
+"""struct Arguments of kernels/cuda/kv/key_means.cu."""
+SMOOTHING_ARGUMENTS = Packed([
+    ("queries keys mean turning shown sums counters factors", POINTER),
+    ("query_batch query_head query_token key_batch key_head key_token", INT64),
+    ("heads groups dim pairs tokens parts tokens_of_part interleaved", INT32),
+])  # fmt: skip
+"""struct Arguments of kernels/cuda/kv/key_smoothing.cu."""
+_Means, _Smoothing = MEANS_ARGUMENTS.structure(), SMOOTHING_ARGUMENTS.structure()
 
 
 @functools.lru_cache(maxsize=64)
-def _means_kernel(dtype: torch.dtype, ordinal: int) -> LoadedKernel:
+def _means_kernel(dtype: torch.dtype, ordinal: int) -> Prepared:
     plan = plans.key_means_plan(DTYPES[dtype])
-    return LoadedKernel(plan, KeyMeansArguments, ordinal, default_store())
+    return LoadedKernel(plan, _Means, ordinal, default_store()).prepare(1)
 
 
 @functools.lru_cache(maxsize=64)
-def _smoothing_kernel(dtype: torch.dtype, ordinal: int) -> LoadedKernel:
+def _smoothing_kernel(dtype: torch.dtype, ordinal: int) -> Prepared:
     plan = plans.key_smoothing_plan(DTYPES[dtype])
-    return LoadedKernel(plan, KeySmoothingArguments, ordinal, default_store())
+    return LoadedKernel(plan, _Smoothing, ordinal, default_store()).prepare(1)
 
 
 def prompt_means(
@@ -100,28 +60,37 @@ def prompt_means(
 ) -> PromptMeans:
     """`ops.reference.key_means.prompt_means`; nothing waits for the device."""
     batch, heads, tokens, dim = keys.shape
-    mean, turning = (
-        keys.new_empty(batch, heads, 1, dim, dtype=torch.float32) for _ in ("stands", "turns")
-    )
+    mean = keys.new_empty(batch, heads, 1, dim, dtype=torch.float32)
+    turning = torch.empty_like(mean)
     rows, (parts, each) = batch * heads, plans.split(tokens)
-    counters = keys.new_zeros(rows + 1 + batch + 2, dtype=torch.int32)
-    shown = counters[rows + 1 + batch :]
+    counters = keys.new_zeros(rows + 1 + 2, dtype=torch.int32)
+    shown = counters[rows + 1 :]
     if not keys.numel():
         shown[0] = bool(interleaved)
         return PromptMeans(mean.zero_(), turning.zero_(), shown)
+    if inv_freq.ndim != 1 or 2 * len(inv_freq) > dim or inv_freq.device != keys.device:
+        raise VQFormatError(
+            f"keys [B, H, n, {dim}] on {keys.device} do not turn with frequencies "
+            f"{list(inv_freq.shape)} on {inv_freq.device}."
+        )
     keys = keys if keys.stride(3) == 1 else keys.contiguous()
     inv_freq = inv_freq.float().contiguous()
-    sums = mean.new_empty(rows, parts, 4, dim)
+    sums = mean.new_empty(rows * (4 * dim * parts + 4 * dim + 6))  # and what heads decide
+    decided = sums.data_ptr() + 4 * rows * 4 * dim * parts
+    found = decided + 4 * rows * 4 * dim
     layouts = {False: HALVES, True: NEIGHBOURS, None: _UNKNOWN}
     ordinal, size = keys.device.index, keys.element_size()
     with on_device(ordinal):
-        _means_kernel(keys.dtype, ordinal)(
-            rows * parts, torch._C._cuda_getCurrentRawStream(ordinal),
-            keys.data_ptr(), inv_freq.data_ptr(), sums.data_ptr(), counters.data_ptr(),
-            mean.data_ptr(), turning.data_ptr(), shown.data_ptr(),
-            *(size * stride for stride in keys.stride()[:3]), first, heads, rows, dim,
-            len(inv_freq), tokens, parts, each, layouts[interleaved], together, strength,
-        )  # fmt: skip
+        kernel = _means_kernel(keys.dtype, ordinal)
+        with kernel.lock:
+            MEANS_ARGUMENTS.pack_into(
+                kernel.arguments, 0,
+                keys.data_ptr(), inv_freq.data_ptr(), sums.data_ptr(), decided, found,
+                counters.data_ptr(), mean.data_ptr(), turning.data_ptr(), shown.data_ptr(),
+                *(size * stride for stride in keys.stride()[:3]), first, heads, rows, dim,
+                len(inv_freq), tokens, parts, each, layouts[interleaved], together, strength,
+            )  # fmt: skip
+            kernel.start(torch._C._cuda_getCurrentRawStream(ordinal), False, rows * parts)
     return PromptMeans(mean, turning, shown)
 
 
@@ -135,9 +104,24 @@ def prompt_smoothing(
 ) -> Tensor:
     """`ops.reference.key_means.prompt_smoothing`; nothing waits for the device."""
     batch, heads, tokens, dim = keys.shape
+    shape = batch, heads, 1, dim
+    means = [mean] if turning is None else [mean, turning]
+    if (
+        query.shape != (batch, query.shape[1], tokens, dim)
+        or query.shape[1] % heads
+        or any(x.shape != shape or x.dtype != torch.float32 for x in means)
+        or any(x.device != keys.device for x in (query, *means))
+        or 2 * pairs > dim
+    ):
+        raise VQFormatError(
+            f"queries {list(query.shape)} and means {[list(x.shape) for x in means]} of "
+            f"{mean.dtype} do not smooth keys {list(keys.shape)} with {pairs} pairs."
+        )
     if not keys.numel():
         return torch.ones_like(mean)
-    query, keys = _aligned(query.to(keys.dtype)), _aligned(keys)
+    if query.dtype != keys.dtype:
+        query, keys = query.float(), keys.float()
+    query, keys = _aligned(query), _aligned(keys)
     mean = mean.contiguous()
     turning = None if turning is None else turning.contiguous()
     rows, (parts, each) = batch * heads, plans.split(tokens)
@@ -146,15 +130,17 @@ def prompt_smoothing(
     ordinal, size = keys.device.index, keys.element_size()
     there, interleaved = (shown, False) if isinstance(shown, Tensor) else (None, shown)
     with on_device(ordinal):
-        _smoothing_kernel(keys.dtype, ordinal)(
-            rows * parts, torch._C._cuda_getCurrentRawStream(ordinal),
-            query.data_ptr(), keys.data_ptr(), mean.data_ptr(),
-            None if turning is None else turning.data_ptr(),
-            None if there is None else there.data_ptr(), sums.data_ptr(), counters.data_ptr(),
-            factors.data_ptr(), *(size * x.stride(i) for x in (query, keys) for i in range(3)),
-            heads, query.shape[1] // heads, dim, pairs, tokens, parts, each,
-            interleaved,
-        )  # fmt: skip
+        kernel = _smoothing_kernel(keys.dtype, ordinal)
+        with kernel.lock:
+            SMOOTHING_ARGUMENTS.pack_into(
+                kernel.arguments, 0,
+                query.data_ptr(), keys.data_ptr(), mean.data_ptr(),
+                0 if turning is None else turning.data_ptr(),
+                0 if there is None else there.data_ptr(), sums.data_ptr(), counters.data_ptr(),
+                factors.data_ptr(), *(size * x.stride(i) for x in (query, keys) for i in range(3)),
+                heads, query.shape[1] // heads, dim, pairs, tokens, parts, each, interleaved,
+            )  # fmt: skip
+            kernel.start(torch._C._cuda_getCurrentRawStream(ordinal), False, rows * parts)
     return factors
 
 

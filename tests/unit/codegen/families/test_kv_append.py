@@ -18,7 +18,6 @@ from hf_vq.codegen.kv_plan import AppendPlan, StorePlan
 from hf_vq.codegen.plan import Dtype, render
 from hf_vq.formats import KV_SCHEMES, VQScheme
 from hf_vq.formats.shared import universal_tensor
-from hf_vq.ops.rotary_mean import DIFFERENT, FAR, LITTLE, NOISE, SMALLEST_SHARE, TIE
 
 SCHEMES = {name: kv.key for name, kv in KV_SCHEMES.items() if name != "cq-1"}
 SCHEMES |= {
@@ -134,16 +133,6 @@ def test_a_rotary_mean(name):
         if few:
             values = dataclasses.replace(plan, centred=False, rotary=False)
             checked(store_plan(plan, values), "sm_80")
-
-
-def test_what_decides_is_that_of_the_specification():
-    text = source("kv/turning_pairs.cuh")
-    wanted = {
-        "smallest_share": SMALLEST_SHARE, "tie": TIE, "noise": NOISE, "little": LITTLE,
-        "far": FAR, "different": DIFFERENT,
-    }  # fmt: skip
-    found = dict(re.findall(r"\b(\w+) = ([\d.]+)f[,;]", text))
-    assert {name: float(found[name]) for name in wanted} == wanted
 
 
 def source(name):

@@ -9,6 +9,7 @@ from hf_vq import paths
 from hf_vq.backends.cpu import kv as cpu_attention
 from hf_vq.backends.cpu import step as cpu_step
 from hf_vq.backends.cuda.kv import attention as cuda_attention
+from hf_vq.backends.cuda.kv import key_means as cuda_means
 from hf_vq.backends.cuda.kv.rotary_mean import ROTARY_MEAN
 from hf_vq.codegen.packed import FLOAT, INT32, INT64, POINTER, UINT32, Packed
 
@@ -27,6 +28,8 @@ STRUCTS = [
     (ATTENTION, "Coded", cuda_attention.CODED),
     (ATTENTION, "Arguments", cuda_attention.ARGUMENTS),
     (ROTARY, "RotaryMean", ROTARY_MEAN),
+    (("cuda/kv/key_means.cu", ATTENTION[1]), "Arguments", cuda_means.MEANS_ARGUMENTS),
+    (("cuda/kv/key_smoothing.cu", ATTENTION[1]), "Arguments", cuda_means.SMOOTHING_ARGUMENTS),
     (API, "hf_vq_floats", cpu_attention.FLOATS),
     (API, "hf_vq_codes", cpu_attention.CODES),
     (API, "hf_vq_attention_step", cpu_attention.STEP),
