@@ -23,7 +23,7 @@ _UNKNOWN = 2  # layout of pairs
 
 
 MEANS_ARGUMENTS = Packed([
-    ("keys inv_freq sums decided found counters mean turning shown", POINTER),
+    ("keys inv_freq sums counters mean turning shown", POINTER),
     ("batch head token position", INT64),
     ("heads rows dim pairs tokens parts tokens_of_part layout together", INT32),
     ("strength", FLOAT),
@@ -63,8 +63,8 @@ def prompt_means(
     mean = keys.new_empty(batch, heads, 1, dim, dtype=torch.float32)
     turning = torch.empty_like(mean)
     rows, (parts, each) = batch * heads, plans.split(tokens)
-    counters = keys.new_zeros(rows + 1 + 2, dtype=torch.int32)
-    shown = counters[rows + 1 :]
+    counters = keys.new_zeros(rows + 1 + batch + 2, dtype=torch.int32)
+    shown = counters[rows + 1 + batch :]
     if not keys.numel():
         shown[0] = bool(interleaved)
         return PromptMeans(mean.zero_(), turning.zero_(), shown)
@@ -75,9 +75,7 @@ def prompt_means(
         )
     keys = keys if keys.stride(3) == 1 else keys.contiguous()
     inv_freq = inv_freq.float().contiguous()
-    sums = mean.new_empty(rows * (4 * dim * parts + 4 * dim + 6))  # and what heads decide
-    decided = sums.data_ptr() + 4 * rows * 4 * dim * parts
-    found = decided + 4 * rows * 4 * dim
+    sums = mean.new_empty(rows, parts, 4, dim)
     layouts = {False: HALVES, True: NEIGHBOURS, None: _UNKNOWN}
     ordinal, size = keys.device.index, keys.element_size()
     with on_device(ordinal):
@@ -85,8 +83,8 @@ def prompt_means(
         with kernel.lock:
             MEANS_ARGUMENTS.pack_into(
                 kernel.arguments, 0,
-                keys.data_ptr(), inv_freq.data_ptr(), sums.data_ptr(), decided, found,
-                counters.data_ptr(), mean.data_ptr(), turning.data_ptr(), shown.data_ptr(),
+                keys.data_ptr(), inv_freq.data_ptr(), sums.data_ptr(), counters.data_ptr(),
+                mean.data_ptr(), turning.data_ptr(), shown.data_ptr(),
                 *(size * stride for stride in keys.stride()[:3]), first, heads, rows, dim,
                 len(inv_freq), tokens, parts, each, layouts[interleaved], together, strength,
             )  # fmt: skip
