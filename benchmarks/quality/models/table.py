@@ -27,7 +27,7 @@ def weights(records: _Records) -> str:
     """KL divergence and perplexity of quantized weights; then where they come from."""
     settings = _shared(records, "text", "text_tokens", "text_context")
     read = f"{settings['text_tokens']:,} tokens in contexts of {settings['text_context']:,}"
-    how = sources([_of_rows(record, "weights") for record in records])
+    how = sources(_of_rows(records, "weights"))
     return f"{_table(records, 'weights', 'bits_per_weight', read)} {how}"
 
 
@@ -69,7 +69,7 @@ def int8(records: _Records) -> str:
                 lines.append([record["settings"]["model"], f"`{scheme}`", share, *cells])
     head = ["model", "weights", "in 8 bits", "KL divergence, 16 bits", "8 bits"]
     read = f"{settings['text_tokens']:,} tokens in contexts of {settings['text_context']:,}"
-    how = sources([_of_rows(record, "weights") for record in records])
+    how = sources(_of_rows(records, "weights"))
     return f"{markdown_table(head, lines)}\n\nOn {settings['text']}: {read}. {how}"
 
 
@@ -82,7 +82,7 @@ def caches(records: _Records) -> str:
     if "` behind " in table:
         more = _shared(records, "kv_long_passages")["kv_long_passages"]
         table += f" Behind longer prompts: {more} passages."
-    revisions = sorted({_of_rows(record, "kv")["revision"][:DIGITS] for record in records})
+    revisions = sorted({record["revision"][:DIGITS] for record in _of_rows(records, "kv")})
     return f"{table} Measured with the [weights](weights.md#quality), at {', '.join(revisions)}."
 
 
@@ -94,18 +94,9 @@ def _table(records: _Records, what: str, bits: str, read: str) -> str:
         bits: key of their stored bits.
         read: what was scored.
     """
-    found = [
-        {
-            row_name(row).partition(":")[2]: row
-            for row in record["results"]["rows"]
-            if row["what"] == what and row.get("on", "text") == "text" and "failed" not in row
-            if not row["name"].endswith(_INT8)
-        }
-        for record in records
-    ]
-    longest_first = sorted(found, key=len, reverse=True)
-    times = Counter(name for rows in longest_first for name in rows)
-    names = [name for name, count in times.items() if count > 1 or len(records) == 1]
+    found = _found(records, what)
+    times = _times(found)
+    names = _shown(times, records)
     head = ["KV cache" if what == "kv" else "weights", "bits"]
     head += [record["settings"]["model"] for record in records]
     cells = [
@@ -116,10 +107,34 @@ def _table(records: _Records, what: str, bits: str, read: str) -> str:
         ]
         for name in names
     ]
-    shown = [rows[name] for rows in found for name in names if name in rows]
-    errors = standard_errors(shown)
+    scored = [rows[name] for rows in found for name in names if name in rows]
+    errors = standard_errors(scored)
     text = records[0]["settings"]["text"]
     return f"{markdown_table(head, cells)}\n\nOn {text}: {read}. {errors}"
+
+
+def _found(records: _Records, what: str) -> list[dict[str, dict[str, Any]]]:
+    """Rows of one kind of each record, by name."""
+    return [
+        {
+            row_name(row).partition(":")[2]: row
+            for row in record["results"]["rows"]
+            if row["what"] == what and row.get("on", "text") == "text" and "failed" not in row
+            if not row["name"].endswith(_INT8)
+        }
+        for record in records
+    ]
+
+
+def _times(found: Sequence[dict[str, dict[str, Any]]]) -> Counter[str]:
+    """How many models have each row, in the order of the longest record."""
+    longest_first = sorted(found, key=len, reverse=True)
+    return Counter(name for rows in longest_first for name in rows)
+
+
+def _shown(times: Counter[str], records: _Records) -> list[str]:
+    """Rows that two models have, or the only one."""
+    return [name for name, count in times.items() if count > 1 or len(records) == 1]
 
 
 def _shared(records: _Records, *keys: str) -> dict[str, Any]:
@@ -135,19 +150,23 @@ def _shared(records: _Records, *keys: str) -> dict[str, Any]:
     return settings
 
 
-def _of_rows(record: dict[str, Any], what: str) -> dict[str, Any]:
-    """A record of rows of one kind: at their revision, without a date if that is not the last one;
-    with two dots for the names of rows in its command, as the table shows them, and without options
-    that only rows have which not all records have."""
-    found = {row["revision"] for row in record["results"]["rows"] if row["what"] == what}
-    revision = " and ".join(sorted(found)) or record["revision"]
-    command = re.sub(r" --rows( [a-z][^ ]*)+", " --rows ..", record["command"])
-    return {
-        **record,
-        "revision": revision,
-        "date": record["date"] if revision == record["revision"] else "",
-        "command": re.sub(r" --(calibration|calibration-tokens|ggml) [^ ]+", "", command),
-    }
+def _of_rows(records: _Records, what: str) -> list[dict[str, Any]]:
+    """Records of the rows of one kind that are shown: at their revision, without a date if that is
+    not the last one; with two dots for the names of rows in its command, as the table shows them,
+    and without options that only rows have which not all records have."""
+    found = _found(records, what)
+    names, changed = _shown(_times(found), records), []
+    for record, rows in zip(records, found, strict=True):
+        revisions = {rows[name]["revision"] for name in names if name in rows}
+        revision = " and ".join(sorted(revisions)) or record["revision"]
+        command = re.sub(r" --rows( [a-z][^ ]*)+", " --rows ..", record["command"])
+        changed.append({
+            **record,
+            "revision": revision,
+            "date": record["date"] if revision == record["revision"] else "",
+            "command": re.sub(r" --(calibration|calibration-tokens|ggml) [^ ]+", "", command),
+        })  # fmt: skip
+    return changed
 
 
 def _cell(row: dict[str, Any]) -> str:
