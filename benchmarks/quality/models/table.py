@@ -127,7 +127,7 @@ def _found(records: _Records, what: str) -> list[dict[str, dict[str, Any]]]:
 
 
 def _times(found: Sequence[dict[str, dict[str, Any]]]) -> Counter[str]:
-    """How many models have each row, in the order of the longest record."""
+    """Count the models that have each row, in the order of the longest record."""
     longest_first = sorted(found, key=len, reverse=True)
     return Counter(name for rows in longest_first for name in rows)
 
