@@ -19,6 +19,7 @@ SUITE = "quality-models"
 _Records = Sequence[dict[str, Any]]
 _INT8 = "-int8"  # ends the name of a row with inputs of 8 bits
 _DEFAULT = "-activations"  # ends the name of a row that is made as `VQConfig()` makes it
+_NO_WINDOW = "-window-0"
 _PEERS = {"nf4-g64": "NF4 g64", "kivi-4-g32": "KIVI-4 g32", "kivi-2-g32": "KIVI-2 g32"}
 _PEERS |= {f"hqq-{bits}-g64": f"HQQ int{bits} g64" for bits in (4, 3, 2)}
 
@@ -182,4 +183,6 @@ def _label(name: str, names: Collection[str]) -> str:
     if "@" in name:
         cache, _, tokens = name.partition("@")
         return f"{_label(cache, names)} behind {int(tokens):,}"
+    if name.endswith(_NO_WINDOW):
+        return f"`{name.removesuffix(_NO_WINDOW)}`, window 0"
     return _PEERS.get(name, f"`{name.removesuffix(_DEFAULT)}`")
