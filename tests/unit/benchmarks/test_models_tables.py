@@ -86,7 +86,7 @@ def test_caches_say_what_was_scored(both):
     shown = models.caches(both)
     assert "| `u4` behind 4,096 | 4.12-4.25 | 0.500 | 0.500 |" in shown
     assert "| `u4` | 4.12-4.25 | 0.00310 | 0.000700 |" in shown
-    assert "| `u4-window-0` | 4.25 | 0.0200 | 0.0200 |" in shown
+    assert "| `u4`, window 0 | 4.25 | 0.0200 | 0.0200 |" in shown
     assert "Behind longer prompts: 3 passages." in shown
     both[0]["settings"]["kv_long_passages"] = 4
     with pytest.raises(VQError, match="differ in kv_long_passages"):
