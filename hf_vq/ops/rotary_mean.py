@@ -41,8 +41,6 @@ FAR = 1 << 17
 """Tokens from the measured ones, up to which that holds."""
 DIFFERENT = 0.9
 """Pairs are (2 p, 2 p + 1) if that leaves less than so much of what is left by (p, p + r)."""
-HALVES, NEIGHBOURS = 0, 1
-"""Layouts of pairs: (p, p + r), (2 p, 2 p + 1)."""
 _FEWEST = 16  # tokens that tell one layout of pairs from the other
 _AT_ONCE = 4096  # tokens: what is rotated is a copy
 
@@ -223,7 +221,8 @@ class PromptMeans(NamedTuple):
     Args:
         mean: of channels that stand, float32 [B, H, 1, D]; 0 of those that turn.
         rotary_mean: of channels that turn, at position 0; 0 of those that stand.
-        shown: int32 [2] on the device of the keys: the layout of their pairs, and 1 if some turn.
+        shown: int32 [2] on the device of the keys: 1 if pairs are channels (2 p, 2 p + 1), else
+            (p, p + r); 1 if some turn.
     """
 
     mean: Tensor

@@ -67,7 +67,7 @@ def measure(args: argparse.Namespace) -> int:
         print("\n".join(wanted))
         return 0
     if min(options.kv_passages, options.kv_long_passages) < 2:
-        raise VQError("passages are 2 or more: of one there is no standard error.")
+        raise VQError("--kv-passages and --kv-long-passages are 2 or more: 1 has no error.")
     start = f"python -m benchmarks {NAME} MODEL_DIR"
     command = command_line(start, args.parser, args, _SHOWN)
     for model in args.models:

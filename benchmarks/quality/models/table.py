@@ -17,6 +17,7 @@ from .weights import BESIDE
 
 SUITE = "quality-models"
 _Records = Sequence[dict[str, Any]]
+_Rows = Sequence[Sequence[dict[str, Any]]]  # of each record
 _INT8 = "-int8"  # ends the name of a row with inputs of 8 bits
 _DEFAULT = "-activations"  # ends the name of a row that is made as `VQConfig()` makes it
 _NO_WINDOW = "-window-0"
@@ -28,7 +29,7 @@ def weights(records: _Records) -> str:
     """KL divergence and perplexity of quantized weights; then where they come from."""
     settings = _shared(records, "text", "text_tokens", "text_context")
     read = f"{settings['text_tokens']:,} tokens in contexts of {settings['text_context']:,}"
-    how = sources(_of_rows(records, "weights"))
+    how = sources(_of_rows(records, _scored(records, "weights")))
     return f"{_table(records, 'weights', 'bits_per_weight', read)} {how}"
 
 
@@ -58,9 +59,10 @@ def embeddings(records: _Records) -> str:
 def int8(records: _Records) -> str:
     """KL divergence of models with inputs of 16 and of 8 bits."""
     settings = _shared(records, "text", "text_tokens", "text_context")
-    lines = []
+    lines, compared = [], []
     for record in records:
         rows = {row["name"]: row for row in record["results"]["rows"]}
+        compared.append(list[dict[str, Any]]())
         for name, row in rows.items():
             exact = rows.get(name.removesuffix(_INT8))
             if name.endswith(_INT8) and exact is not None:
@@ -68,9 +70,10 @@ def int8(records: _Records) -> str:
                 cells = [significant(one["kld"]) for one in (exact, row)]
                 scheme = name.removesuffix(_INT8).removesuffix(_DEFAULT)
                 lines.append([record["settings"]["model"], f"`{scheme}`", share, *cells])
+                compared[-1] += [exact, row]
     head = ["model", "weights", "in 8 bits", "KL divergence, 16 bits", "8 bits"]
     read = f"{settings['text_tokens']:,} tokens in contexts of {settings['text_context']:,}"
-    how = sources(_of_rows(records, "weights"))
+    how = sources(_of_rows(records, compared))
     return f"{markdown_table(head, lines)}\n\nOn {settings['text']}: {read}. {how}"
 
 
@@ -83,7 +86,8 @@ def caches(records: _Records) -> str:
     if "` behind " in table:
         more = _shared(records, "kv_long_passages")["kv_long_passages"]
         table += f" Behind longer prompts: {more} passages."
-    revisions = sorted({record["revision"][:DIGITS] for record in _of_rows(records, "kv")})
+    rows = [row for each in _scored(records, "kv") for row in each]
+    revisions = sorted({row["revision"][:DIGITS] for row in rows})
     return f"{table} Measured with the [weights](weights.md#quality), at {', '.join(revisions)}."
 
 
@@ -108,8 +112,7 @@ def _table(records: _Records, what: str, bits: str, read: str) -> str:
         ]
         for name in names
     ]
-    scored = [rows[name] for rows in found for name in names if name in rows]
-    errors = standard_errors(scored)
+    errors = standard_errors([row for rows in _scored(records, what) for row in rows])
     text = records[0]["settings"]["text"]
     return f"{markdown_table(head, cells)}\n\nOn {text}: {read}. {errors}"
 
@@ -138,6 +141,13 @@ def _shown(times: Counter[str], records: _Records) -> list[str]:
     return [name for name, count in times.items() if count > 1 or len(records) == 1]
 
 
+def _scored(records: _Records, what: str) -> list[list[dict[str, Any]]]:
+    """Rows of each record that a table of one kind shows."""
+    found = _found(records, what)
+    names = _shown(_times(found), records)
+    return [[rows[name] for name in names if name in rows] for rows in found]
+
+
 def _shared(records: _Records, *keys: str) -> dict[str, Any]:
     """Settings of all records.
 
@@ -151,15 +161,15 @@ def _shared(records: _Records, *keys: str) -> dict[str, Any]:
     return settings
 
 
-def _of_rows(records: _Records, what: str) -> list[dict[str, Any]]:
-    """Records of the rows of one kind that are shown: at their revision, without a date if that is
-    not the last one; with two dots for the names of rows in its command, as the table shows them,
-    and without options that only rows have which not all records have."""
-    found = _found(records, what)
-    names, changed = _shown(_times(found), records), []
-    for record, rows in zip(records, found, strict=True):
-        revisions = {rows[name]["revision"] for name in names if name in rows}
-        revision = " and ".join(sorted(revisions)) or record["revision"]
+def _of_rows(records: _Records, shown: _Rows) -> list[dict[str, Any]]:
+    """Records that have rows of `shown`: at the revision of these, without a date if that is not
+    the record's; with two dots for the names of rows in its command, as the table shows them, and
+    without options that only rows have which not all records have."""
+    changed = []
+    for record, rows in zip(records, shown, strict=True):
+        if not rows:
+            continue
+        revision = " and ".join(sorted({row["revision"] for row in rows}))
         command = re.sub(r" --rows( [a-z][^ ]*)+", " --rows ..", record["command"])
         changed.append({
             **record,

@@ -67,6 +67,13 @@ def test_other_rows_of_a_revision_are_kept(tiny_model, eval_text, tmp_path, revi
     assert [row["revision"] for row in rows] == [revision, "here"]
 
 
+@pytest.mark.parametrize("option", ["--kv-passages", "--kv-long-passages"])
+def test_one_passage_is_refused(tiny_model, eval_text, capsys, option):
+    arguments = ["quality-models", str(tiny_model), "--text", str(eval_text), option, "1"]
+    assert main(arguments) == 2
+    assert option in capsys.readouterr().err
+
+
 def test_rows_that_nothing_matches_are_refused(tiny_model, eval_text, capsys):
     arguments = ["quality-models", str(tiny_model), "--text", str(eval_text), "--rows", "nf4"]
     assert main(arguments) == 2

@@ -54,6 +54,18 @@ def test_weights_have_a_column_for_each_model(both):
     assert "quality-models MODEL_DIR --text TEXT --rows .. --tokens 4096`" in lines[-1]
 
 
+def test_revisions_are_of_rows_that_are_shown(both):
+    for rows in (one["results"]["rows"] for one in both):
+        rows[0]["revision"] = "1111111000"
+        rows.append(row("weights", "vq-4-activations-int8", 0.1, 4.2, int8_share=1.0))
+        rows[-1]["revision"] = "2222222000"
+    both[0]["results"]["rows"][4]["revision"] = "3333333000"  # of a row that one model has
+    shown = models.weights(both)
+    assert "abcdef0" in shown and not any(other in shown for other in ("1111", "2222", "3333"))
+    assert "at 1111111" in models.caches(both) and "abcdef0" not in models.caches(both)
+    assert "2222222" in models.int8(both) and "3333" not in models.int8(both)
+
+
 def test_embeddings_name_their_model_where_there_are_several(both):
     assert models.embeddings(both).startswith("Not measured")
     for one in both:

@@ -14,13 +14,12 @@ from ....codegen.jit.launch import LoadedKernel, Prepared
 from ....codegen.packed import FLOAT, INT32, INT64, POINTER, Packed
 from ....dispatch import Implementation
 from ....errors import VQFormatError
-from ....ops.rotary_mean import HALVES, NEIGHBOURS, PromptMeans
+from ....ops.rotary_mean import PromptMeans
 from ... import refusals
 from ..linear.dequantize import DTYPES, on_device
 
 _ALIGNED = 16  # bytes of the widest load
-_UNKNOWN = 2  # layout of pairs
-
+_UNKNOWN = 2  # layout of pairs; others are `interleaved`
 
 MEANS_ARGUMENTS = Packed([
     ("keys inv_freq sums counters mean turning shown", POINTER),
@@ -76,7 +75,7 @@ def prompt_means(
     keys = keys if keys.stride(3) == 1 else keys.contiguous()
     inv_freq = inv_freq.float().contiguous()
     sums = mean.new_empty(rows, parts, 4, dim)
-    layouts = {False: HALVES, True: NEIGHBOURS, None: _UNKNOWN}
+    layout = _UNKNOWN if interleaved is None else int(interleaved)
     ordinal, size = keys.device.index, keys.element_size()
     with on_device(ordinal):
         kernel = _means_kernel(keys.dtype, ordinal)
@@ -86,7 +85,7 @@ def prompt_means(
                 keys.data_ptr(), inv_freq.data_ptr(), sums.data_ptr(), counters.data_ptr(),
                 mean.data_ptr(), turning.data_ptr(), shown.data_ptr(),
                 *(size * stride for stride in keys.stride()[:3]), first, heads, rows, dim,
-                len(inv_freq), tokens, parts, each, layouts[interleaved], together, strength,
+                len(inv_freq), tokens, parts, each, layout, together, strength,
             )  # fmt: skip
             kernel.start(torch._C._cuda_getCurrentRawStream(ordinal), False, rows * parts)
     return PromptMeans(mean, turning, shown)
