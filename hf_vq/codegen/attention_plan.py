@@ -176,7 +176,7 @@ class AttentionPlan(Plan):
         products, queries = -(-self.key_dim // 32), self.queries
         columns = 1 if self.paired or self.swizzle_orders == 8 else 2  # of a lane
         row, logits = 128 * products + 16, 512 * self.query_tiles * columns * self.step_tiles
-        own = self.rotary * (row + logits)
+        own = max(self.rotary * logits, 128 * products)
         shared = 16 + 128 * products + _whole(4 * queries) + queries * row
         return shared + self.step_tiles * products * 2048 + self.threads // 32 * own
 

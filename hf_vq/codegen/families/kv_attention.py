@@ -215,12 +215,12 @@ def registers(plan: AttentionPlan) -> int:
         queries += 8  # entries of two registers are taken apart
     if plan.key_dim > 128 and not (plan.key_learned or plan.key_integers):
         queries += 16  # means and factors, while queries are rotated
-    # Codes of six bits lie across two words.
-    more = not plan.paired or plan.key_dim > 128 or plan.key_entry_bits == 6
+    # Where queries are paired, the logits of a rotary mean are found in registers of other things.
+    roomy = plan.paired and plan.key_dim <= 128 and plan.one_codebook
     return (
         _REGISTERS + sums + queries + 20 * (plan.step_tiles - 1) * plan.query_tiles
         + 8 * (plan.mask is not Mask.NONE) + 4 * plan.softcapped + 24 * (not plan.bulk)
-        + (24 if more else 16) * (plan.rotary > 0)
+        + 24 * (plan.rotary > 0 and not roomy)
     )  # fmt: skip
 
 

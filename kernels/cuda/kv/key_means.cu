@@ -3,8 +3,8 @@
 // `KeyMoments.means`, of pairs as they show).
 //
 //     blocks of a head     sums over some of its tokens: keys, their squares, keys turned back in pairs of either layout
-//     its last block       adds them, in order
-//     the last of all      the layout that leaves less to the codes, then one warp per head: what turns
+//     its last block       adds them, in order, and decides what turns in pairs of either layout: a warp for each
+//     the last of all      the layout that leaves less to the codes, and which rows of the batch turn at all
 //
 // Bytes: keys once. Bottleneck: instructions, two of the special function unit per pair and token. Sums are float32.
 #include "kv/last_block.cuh"
@@ -16,7 +16,9 @@ struct Arguments {
   const char* keys;           // of Plan::dtype
   const float* inv_freq;      // [pairs] radians per token
   float* sums;                // [rows, parts, 4, dim]
-  int* counters;              // zeros [rows + 1 + batch]: blocks that arrived, of a head, of all; strength of a row
+  float* decided;             // [rows, 2, 2, dim]: mean and rotary mean in pairs of either layout
+  float* found;               // [rows, 2, 3]: see Found
+  int* counters;              // zeros [rows + 1]: blocks that arrived, of a head and of all
   float* mean;                // [rows, dim]
   float* turning;             // [rows, dim]
   int* shown;                 // [2]: pairs are channels (2 p, 2 p + 1), not (p, p + pairs); some pair turns
@@ -62,6 +64,7 @@ __device__ inline void add_tokens(const Arguments& a, int row, int part) {
       cos_sin(2 * (a.position + token), turns, cosine, sine);
 #pragma unroll
       for (int neighbours = 0; neighbours < 2; ++neighbours) {
+        if (neighbours && a.layout == 0) continue;
         const float x = number(key, channel_of(a.pairs, unit, neighbours, 0));
         const float y = number(key, channel_of(a.pairs, unit, neighbours, 1));
         sum[4 + 2 * neighbours] += in_mean(x * cosine + y * sine);
@@ -147,25 +150,13 @@ struct Moments {
   }
 };
 
-// Whether pairs are channels (2 p, 2 p + 1).
-__device__ inline int neighbours_show(const Arguments& a) {
-  __shared__ float lefts[2][warps];
-  const int warp = threadIdx.x / 32;
-  float left[2] = {};
-  for (int row = warp; row < a.rows; row += warps)
-#pragma unroll
-    for (int neighbours = 0; neighbours < 2; ++neighbours) {
-      const Moments moments(a, row);
-      Energies<most> energies;
-      moments.find_energies(neighbours, energies);
-      left[neighbours] += moments.left(energies);
-    }
-  if (threadIdx.x % 32 == 0) lefts[0][warp] = left[0], lefts[1][warp] = left[1];
-  __syncthreads();
-  left[0] = left[1] = 0.0f;
-  for (int other = 0; other < warps; ++other) left[0] += lefts[0][other], left[1] += lefts[1][other];
-  return left[1] < different * left[0];
-}
+// What a head says of pairs of a layout.
+struct Found {
+  float left;    // mean squared norm of what is left to the codes
+  float strong;  // 1: its rotary mean has `strength` times that
+  float some;    // 1: some pair turns, if the row of the batch does
+};
+static_assert(sizeof(Found) == 12, "three numbers");
 
 // What a pair that stands gives the codes, at most, in units of its mean's squared norm.
 __device__ inline float given_by_standing(float inv_freq, int tokens) {
@@ -173,50 +164,86 @@ __device__ inline float given_by_standing(float inv_freq, int tokens) {
   return inv_freq * tokens >= 1.0f ? 1.0f : 4 * half * half;
 }
 
-__device__ inline void decide(const Arguments& a) {
-  const int neighbours = a.layout == 2 && a.tokens >= fewest ? neighbours_show(a) : a.layout == 1;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  int* strong = a.counters + a.rows + 1;
-  for (int row = warp; row < a.rows; row += warps) {
-    const Moments moments(a, row);
-    Energies<most> energies;
-    moments.find_energies(neighbours, energies);
-    const float left = moments.left(energies);
-    bool turns[most];
-    const float held = find_turning(energies, a.pairs, left, a.tokens, turns);
-    if (lane == 0 && held >= a.strength * left) strong[row / a.heads] = 1;
-    if (a.together > 1) {
-      float given[most];
+// Decides for a head, by the first two warps, and writes the mean of a row that stands.
+__device__ inline void decide(const Arguments& a, int row) {
+  const int neighbours = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const Moments moments(a, row);
+  for (int channel = threadIdx.x; channel < a.dim; channel += Plan::threads)
+    a.mean[row * a.dim + channel] = moments.at(standing, channel), a.turning[row * a.dim + channel] = 0.0f;
+  if (neighbours >= 2) return;
+  Energies<most> energies;
+  moments.find_energies(neighbours, energies);
+  const float left = moments.left(energies);
+  bool turns[most];
+  const float held = find_turning(energies, a.pairs, left, a.tokens, turns);
+  if (a.together > 1) {
+    float given[most];
 #pragma unroll
-      for (int i = 0; i < most; ++i)
-        given[i] = turns[i] ? energies.turned[i] * given_by_standing(a.inv_freq[32 * i + lane], a.tokens) : 0.0f;
-      leave_strongest(given, a.pairs, left, a.together, turns);
-    }
-    bool some = false;
+    for (int i = 0; i < most; ++i)
+      given[i] = turns[i] ? energies.turned[i] * given_by_standing(a.inv_freq[32 * i + lane], a.tokens) : 0.0f;
+    leave_strongest(given, a.pairs, left, a.together, turns);
+  }
+  float* const mean = a.decided + (int64_t(row) * 2 + neighbours) * 2 * a.dim;
+  float* const turning = mean + a.dim;
+  bool some = false;
 #pragma unroll
-    for (int i = 0; i < most; ++i) {
-      const int pair = 32 * i + lane;
-      if (pair >= a.pairs) continue;
-      some |= turns[i];
-      for (int second = 0; second < 2; ++second) {
-        const int channel = channel_of(a.pairs, pair, neighbours, second);
-        a.mean[row * a.dim + channel] = turns[i] ? 0.0f : moments.at(standing, channel);
-        a.turning[row * a.dim + channel] = turns[i] ? moments.at(turned + neighbours, channel) : 0.0f;
-      }
+  for (int i = 0; i < most; ++i) {
+    const int pair = 32 * i + lane;
+    if (pair >= a.pairs) continue;
+    some |= turns[i];
+    for (int second = 0; second < 2; ++second) {
+      const int channel = channel_of(a.pairs, pair, neighbours, second);
+      mean[channel] = turns[i] ? 0.0f : moments.at(standing, channel);
+      turning[channel] = turns[i] ? moments.at(turned + neighbours, channel) : 0.0f;
     }
-    for (int channel = 2 * a.pairs + lane; channel < a.dim; channel += 32)
-      a.mean[row * a.dim + channel] = moments.at(standing, channel), a.turning[row * a.dim + channel] = 0.0f;
-    some = __any_sync(0xffffffff, some);
-    if (lane == 0) a.counters[row] = some;
+  }
+  for (int channel = 2 * a.pairs + lane; channel < a.dim; channel += 32)
+    mean[channel] = moments.at(standing, channel), turning[channel] = 0.0f;
+  some = __any_sync(0xffffffff, some);
+  if (lane == 0)
+    reinterpret_cast<Found*>(a.found)[row * 2 + neighbours] = {left, held >= a.strength * left ? 1.0f : 0.0f,
+                                                               some ? 1.0f : 0.0f};
+}
+
+// Number `part` of what a head says.
+__device__ inline float said(const Arguments& a, int row, int neighbours, int part) {
+  return __ldcg(a.found + (row * 2 + neighbours) * 3 + part);
+}
+
+// Whether pairs are channels (2 p, 2 p + 1), for all threads.
+__device__ inline int neighbours_show(const Arguments& a) {
+  __shared__ float lefts[2][warps];
+  float left[2] = {};
+  for (int row = threadIdx.x; row < a.rows; row += Plan::threads) left[0] += said(a, row, 0, 0), left[1] += said(a, row, 1, 0);
+#pragma unroll
+  for (int neighbours = 0; neighbours < 2; ++neighbours) {
+    left[neighbours] = of_warp(left[neighbours]);
+    if (threadIdx.x % 32 == 0) lefts[neighbours][threadIdx.x / 32] = left[neighbours];
   }
   __syncthreads();
+  left[0] = left[1] = 0.0f;
+  for (int other = 0; other < warps; ++other) left[0] += lefts[0][other], left[1] += lefts[1][other];
+  return left[1] < different * left[0];
+}
+
+// Lets the rows of the batch turn that have a head with a strong rotary mean; a warp for each.
+__device__ inline void publish(const Arguments& a) {
+  const int neighbours = a.layout == 2 && a.tokens >= fewest ? neighbours_show(a) : a.layout == 1;
   bool some = false;
-  for (int row = warp; row < a.rows; row += warps) {
-    if (!a.counters[row]) continue;
-    some |= strong[row / a.heads];
-    if (strong[row / a.heads]) continue;
-    for (int channel = lane; channel < a.dim; channel += 32)
-      a.mean[row * a.dim + channel] = Moments(a, row).at(standing, channel), a.turning[row * a.dim + channel] = 0.0f;
+  for (int batch = threadIdx.x / 32; batch < a.rows / a.heads; batch += warps) {
+    bool strong = false;
+    for (int head = threadIdx.x % 32; head < a.heads; head += 32)
+      strong |= said(a, batch * a.heads + head, neighbours, 1) != 0.0f;
+    if (!__any_sync(0xffffffff, strong)) continue;
+    for (int row = batch * a.heads; row < (batch + 1) * a.heads; ++row) {
+      if (said(a, row, neighbours, 2) == 0.0f) continue;
+      some = true;
+      const float* const decided = a.decided + (int64_t(row) * 2 + neighbours) * 2 * a.dim;
+      for (int channel = threadIdx.x % 32; channel < a.dim; channel += 32) {
+        a.mean[row * a.dim + channel] = __ldcg(decided + channel);
+        a.turning[row * a.dim + channel] = __ldcg(decided + a.dim + channel);
+      }
+    }
   }
   some = __syncthreads_or(some);
   if (threadIdx.x == 0) a.shown[0] = neighbours, a.shown[1] = some;
@@ -227,5 +254,7 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm)
   add_tokens(a, row, blockIdx.x % a.parts);
   if (!arrives_last(a.counters + row, a.parts)) return;
   add_parts(a, row);
-  if (arrives_last(a.counters + a.rows, a.rows)) decide(a);
+  __syncthreads();
+  decide(a, row);
+  if (arrives_last(a.counters + a.rows, a.rows)) publish(a);
 }

@@ -22,7 +22,7 @@ _ALIGNED = 16  # bytes of the widest load
 _UNKNOWN = 2  # layout of pairs; others are `interleaved`
 
 MEANS_ARGUMENTS = Packed([
-    ("keys inv_freq sums counters mean turning shown", POINTER),
+    ("keys inv_freq sums decided found counters mean turning shown", POINTER),
     ("batch head token position", INT64),
     ("heads rows dim pairs tokens parts tokens_of_part layout together", INT32),
     ("strength", FLOAT),
@@ -62,8 +62,8 @@ def prompt_means(
     mean = keys.new_empty(batch, heads, 1, dim, dtype=torch.float32)
     turning = torch.empty_like(mean)
     rows, (parts, each) = batch * heads, plans.split(tokens)
-    counters = keys.new_zeros(rows + 1 + batch + 2, dtype=torch.int32)
-    shown = counters[rows + 1 + batch :]
+    counters = keys.new_zeros(rows + 1 + 2, dtype=torch.int32)
+    shown = counters[rows + 1 :]
     if not keys.numel():
         shown[0] = bool(interleaved)
         return PromptMeans(mean.zero_(), turning.zero_(), shown)
@@ -75,6 +75,7 @@ def prompt_means(
     keys = keys if keys.stride(3) == 1 else keys.contiguous()
     inv_freq = inv_freq.float().contiguous()
     sums = mean.new_empty(rows, parts, 4, dim)
+    decided, found = mean.new_empty(rows, 2, 2, dim), mean.new_empty(rows, 2, 3)
     layout = _UNKNOWN if interleaved is None else int(interleaved)
     ordinal, size = keys.device.index, keys.element_size()
     with on_device(ordinal):
@@ -82,8 +83,9 @@ def prompt_means(
         with kernel.lock:
             MEANS_ARGUMENTS.pack_into(
                 kernel.arguments, 0,
-                keys.data_ptr(), inv_freq.data_ptr(), sums.data_ptr(), counters.data_ptr(),
-                mean.data_ptr(), turning.data_ptr(), shown.data_ptr(),
+                keys.data_ptr(), inv_freq.data_ptr(), sums.data_ptr(), decided.data_ptr(),
+                found.data_ptr(), counters.data_ptr(), mean.data_ptr(), turning.data_ptr(),
+                shown.data_ptr(),
                 *(size * stride for stride in keys.stride()[:3]), first, heads, rows, dim,
                 len(inv_freq), tokens, parts, each, layout, together, strength,
             )  # fmt: skip

@@ -132,8 +132,7 @@ struct Scores {
   uint32_t staged;             // of the lane's first column
   int plain_begin, plain_end;  // tokens that all columns see as codes, and no mask hides
 
-  // Logits of tile number `tile` of the step in `slot`, whose tokens begin at `first`. `rotary`: those of the rotary mean,
-  // or 0.
+  // Logits of tile number `tile` of the step in `slot`, whose tokens begin at `first`. `rotary`: those of the rotary mean.
   __device__ void operator()(const Arguments& a, const Tokens& tokens, const Step::CacheRows& cache_rows, uint32_t slot, int tile,
                              int first, int lane, uint32_t rotary, Logits& s, OfValue (&by)[2]) const {
     float of_key[2] = {1.0f, 1.0f}, zero[2] = {}, of_value[2] = {};
@@ -164,8 +163,7 @@ struct Scores {
         float turned[2] = {};
         load_shared<8>(column + 8, factor);
         if constexpr (Plan::softcapped) load_shared<4>(column + 16, shift);
-        if constexpr (Plan::rotary > 0)
-          if (rotary) Rotary::load(rotary, n, c, tile, turned);
+        if constexpr (Plan::rotary > 0) Rotary::load(rotary, n, c, tile, turned);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           float& logit = s[n][2 * half + c];
@@ -230,6 +228,7 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm)
   const uint32_t ring = shared_begin + ring_at + warp * own_bytes;
   Step::begin(ring, lane);
 
+  if (warp == warps - 1) Query::prefetch(a, row, kv_head, lane), Rotary::prefetch(a, row, kv_head, lane);
   if (!a.length) {  // about what this warp will copy first
     const int steps = (a.coded + tokens_of_step - 1) / tokens_of_step;
     const int first = steps >= a.splits * warps ? quotient(steps * split, a.inverse_splits) : split * warps;
@@ -256,22 +255,30 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm)
     }
   };
 
-  // Warps of the second half read what is stored as floats, those of the first prepare what codes need, if they can.
+  // Warps of the second half read what is stored as floats, those of the first prepare what codes need, if they can:
+  //
+  //     0 ..   queries and tables   .. half ..   the rotary mean   .. ready ..   floats   .. warps
+  constexpr int half = warps / 2, eighth = at_least(warps / 8, 1);
   const int near = tokens.near(a, 0), sink_tiles = (a.sinks + 15) / 16;
   const int float_tiles = sink_tiles + (tokens.total - near + 15) / 16;
-  const int others = split + active * (warps / 2) < float_tiles ? warps : warps / 2;
-  if (steps > 0 && warp < others) {
-    const auto stage = [&] {
-      Query::stage(a, tokens, row, kv_head, first_column, staged, others, [&] {
-        ask();
-        if (!early) fill(32 * others);
-      });
-    };
-    if constexpr (Plan::rotary > 0) Rotary::stage(a, row, kv_head, first_column, shared + rotary_at, others, stage);
-    else stage();
-  } else {
-    ask();
+  const auto free = [&](int count) { return split + active * (warps - count) >= float_tiles; };  // of the first `count` warps, none reads any
+  const int others = Plan::rotary > 0 || free(half) ? half : warps;
+  int ready = others;  // warps below do not wait for floats
+  if constexpr (Plan::rotary > 0) {
+    ready = warps;
+#pragma unroll
+    for (int count = half + eighth; count < warps; count += eighth)
+      if (free(count)) ready = count;
   }
+  if (steps > 0 && warp < others)
+    Query::stage(a, tokens, row, kv_head, first_column, staged, others, [&] {
+      ask();
+      if (!early) fill(32 * others);
+    });
+  else if (Plan::rotary > 0 && steps > 0 && warp < ready)
+    Rotary::stage(a, row, kv_head, first_column, shared + rotary_at, warp - half, ready - half, ask);
+  else
+    ask();
   State state;
   const int first_float = split + active * (warps - 1 - warp);  // warps of the second half, unless all prepare
   if (first_float < float_tiles) {
@@ -284,9 +291,9 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm)
   }
   if (Keys::learned || Values::learned) wait_for_all_copies();
   // The warps that prepared the queries do not wait for the warps that read them.
-  if (steps > 0 && warp < others) {
-    asm volatile("bar.sync 1, %0;" ::"r"(32 * others) : "memory");
-    if (others < warps) asm volatile("bar.arrive 2, %0;" ::"n"(Plan::threads) : "memory");
+  if (steps > 0 && warp < ready) {
+    asm volatile("bar.sync 1, %0;" ::"r"(32 * ready) : "memory");
+    if (ready < warps) asm volatile("bar.arrive 2, %0;" ::"n"(Plan::threads) : "memory");
   } else if (steps > 0) {
     asm volatile("bar.sync 2, %0;" ::"n"(Plan::threads) : "memory");
   }
@@ -301,7 +308,7 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm)
     cache_rows.end = coded_end;
     const KeyTable key_table(a.keys.codebook, same_head, lane);
     const ValueTable value_table(a.values.codebook, same_head, lane);
-    const Query query(staged, lane);
+    Query query(staged, lane);
     // The mean of the keys adds the same to all: until the end, it is left out.
     const auto shift = [&](float sign) {
 #pragma unroll
@@ -312,22 +319,18 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm)
     const Scores scores = {uint32_t(__cvta_generic_to_shared(known)), a.sinks ? tokens.start + a.sinks : 0,
                            tokens.end(a, 0)};
     const Rotary rotary(shared_begin + rotary_at, warp);
-    uint32_t found = 0;  // steps since logits of the rotary mean were found
-    if constexpr (Plan::rotary > 0) rotary.begin(rotary_of<Arguments>(a), at * tokens_of_step, lane);
-    uint32_t turn = 0, slot = ring, free = ring + (Plan::pipeline_depth - 1) * Step::bytes;
-    for (; at < end; at += warps) {
+    if constexpr (Plan::rotary > 0) rotary.begin(lane);
+    uint32_t slot = ring, free = ring + (Plan::pipeline_depth - 1) * Step::bytes;
+    for (uint32_t step = 0; at < end; at += warps, ++step) {
       __syncwarp();  // the slot of the step before is free
       const int first = at * tokens_of_step;
       if (at + (Plan::pipeline_depth - 1) * warps < end)
         Step::copy(cache_rows, first + (Plan::pipeline_depth - 1) * warps * tokens_of_step, free, lane);
       Step::commit();
-      uint32_t turning = 0;
       if constexpr (Plan::rotary > 0)
-        if (rotary.used) {
-          if (found == 0) rotary.find(rotary_of<Arguments>(a), first, lane);
-          turning = rotary.logits(found, lane), found = (found + 1) % Rotary::steps;
-        }
-      Step::wait(slot, turn);
+        if (step % Rotary::steps == 0 && rotary.find(rotary_of<Arguments>(a), first, lane)) query = Query(staged, lane);
+      const uint32_t turning = rotary.logits(step % Rotary::steps, lane);
+      Step::wait(slot, step / Plan::pipeline_depth % 2);
       if constexpr (!Plan::bulk) __syncwarp();  // what others copied is there
       Logits s[Plan::step_tiles];
       OfValue by[Plan::step_tiles][2];
@@ -347,7 +350,7 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm)
       add_values(value_table, values, weights, sums);
       free = slot;
       slot += Step::bytes;
-      if (slot == ring + Plan::pipeline_depth * Step::bytes) slot = ring, turn ^= 1;
+      if (slot == ring + Plan::pipeline_depth * Step::bytes) slot = ring;
     }
     shift(1.0f);
   };

@@ -91,6 +91,13 @@ struct Query {
     return ((column / 8 * pairs + step / 2) * 32 + column % 8 * 4 + t) * 8 + step % 2 * 4 + at % 4;
   }
 
+  // L2 prefetch of what `stage` loads besides queries.
+  __device__ static void prefetch(const Arguments& a, int row, int kv_head, int lane) {
+    const int64_t at = row * a.mean_row + kv_head * a.mean_head + 8 * lane;
+    if (a.mean && 8 * lane < Keys::dim) prefetch_line(a.mean + at);
+    if (smooths && a.smoothing && 8 * lane < Keys::dim) prefetch_line(a.smoothing + at);
+  }
+
   // Rotates the columns from `first` on of one kv head, by the first `warps` warps; `staged` holds `bytes` and `Staged`
   // of each column. What is between the loads and their use is `meanwhile`.
   template <class Body>

@@ -37,30 +37,43 @@ struct Rotary {
   static_assert(centres == 1 || Plan::paired, "a query has a column for each");
   static constexpr int tiles = Plan::query_tiles;
   static constexpr int apart = Plan::threads / 32 * tokens_of_step;
-  static constexpr int row = 8 * pairs + 16;  // bytes of the pairs of a query, or of a centre; padded, lanes read apart
+  static constexpr int row = 8 * pairs + 16;  // bytes of the pairs of a query; padded, lanes read apart
   static constexpr int each = (Keys::dim / 2 + 31) / 32;  // pairs of a lane, while they are prepared
 
   static constexpr int turns_at = 16, scale_at = turns_at + 8 * pairs, query_at = scale_at + whole_pieces(4 * queries);
   static constexpr int table_at = query_at + queries * row, own_at = table_at + Plan::step_tiles * products * 2048;
-  // Of a warp: angles of the centres (before: turns of the pairs), and logits: of a step, of each column of a lane, those of
-  // all lanes.
+  // Of a warp: logits (before: turns of the pairs): of a step, of each column of a lane, those of all lanes.
   static constexpr int lane_bytes = 8 * Plan::step_tiles, step_bytes = tiles * columns_of_lane * 32 * lane_bytes;
-  static constexpr int logits_at = centres * row, own_bytes = logits_at + steps * step_bytes;
+  static constexpr int own_bytes = at_least(steps * step_bytes, 8 * pairs);
   static constexpr int bytes = own_at + Plan::threads / 32 * own_bytes;
 
   uint32_t base, own;
-  uint32_t used;  // products; 0: m is zero
 
-  __device__ Rotary(uint32_t base, int warp) : base(base), own(base + own_at + warp * own_bytes), used(0) {
-    if constexpr (Plan::rotary > 0) load_shared<4>(base, &used);
+  __device__ Rotary(uint32_t base, int warp) : base(base), own(base + own_at + warp * own_bytes) {}
+
+  // Products of the pairs that turn; 0: none does.
+  __device__ int used() const {
+    uint32_t word[1];
+    load_shared<4>(base, word);
+    return word[0];
   }
 
-  // What `find` reads, by the first `preparing` warps: the table; A and B of the queries from column `first` on. `meanwhile` is
-  // between loads and their use.
+  // L2 prefetch of what `stage` loads.
+  __device__ static void prefetch(const Arguments& arguments, int row_of_batch, int kv_head, int lane) {
+    if constexpr (Plan::rotary > 0) {
+      const RotaryMean& mean = rotary_of(arguments);
+      const float* const m = mean.mean + row_of_batch * mean.row + kv_head * mean.head;
+      if (8 * lane < Keys::dim) prefetch_line(m + 8 * lane);
+      if (8 * lane < mean.pairs) prefetch_line(mean.inv_freq + 8 * lane);
+    }
+  }
+
+  // What `find` reads, by `preparing` warps, this one number `warp` of them: the table; A and B of the queries from column
+  // `first` on. What is between the loads and their use is `meanwhile`.
   template <class Body>
-  __device__ static void stage(const Arguments& arguments, int row_of_batch, int kv_head, int first, char* shared, int preparing,
-                               const Body& meanwhile) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  __device__ static void stage(const Arguments& arguments, int row_of_batch, int kv_head, int first, char* shared, int warp,
+                               int preparing, const Body& meanwhile) {
+    const int lane = threadIdx.x % 32;
     const RotaryMean& mean = rotary_of(arguments);
     const float* const m = mean.mean + row_of_batch * mean.row + kv_head * mean.head;
     float m_a[each], m_b[each], inv_freq[each];  // of pairs 32 i + lane
@@ -97,13 +110,13 @@ struct Rotary {
     }
     const int used = (count + 15) / 16;
     const bool behind = lane < 16 * used - count;  // a pair `count + lane` behind the last one
-    uint64_t* const turns = reinterpret_cast<uint64_t*>(shared + own_at + warp * own_bytes);
+    uint64_t* const turns = reinterpret_cast<uint64_t*>(shared + own_at + threadIdx.x / 32 * own_bytes);
     uint64_t* const known = reinterpret_cast<uint64_t*>(shared + turns_at);
     const auto keep = [&](int at, uint64_t of_pair) {
       turns[at] = of_pair;
       if (warp == 0) known[at] = of_pair;
     };
-    if (threadIdx.x == 0) *reinterpret_cast<uint32_t*>(shared) = used;
+    if (warp == 0 && lane == 0) *reinterpret_cast<uint32_t*>(shared) = used;
     if (behind) keep(count + lane, 0);
 #pragma unroll
     for (int i = 0; i < each; ++i)
@@ -132,8 +145,8 @@ struct Rotary {
     }
 
     __syncwarp();  // its turns are there
-    const int busy = used == 1 && queries < preparing ? queries : 0;  // warps that leave a small table to the others
-    const int begin = threadIdx.x - 32 * busy, end = warp < busy ? begin : Plan::step_tiles * used * 128;
+    const int busy = used == 1 && 2 * queries <= preparing ? queries : 0;  // warps that leave a small table to the others
+    const int begin = 32 * (warp - busy) + lane, end = warp < busy ? begin : Plan::step_tiles * used * 128;
     for (int item = begin; item < end; item += 32 * (preparing - busy)) {
       const int at = item % 4, g = item / 16 % 8, t = item / 4 % 4, tile = item / 128 % Plan::step_tiles;
       const int product = item / (128 * Plan::step_tiles), token = Step::of_row(g, at % 2, tile);
@@ -151,7 +164,7 @@ struct Rotary {
   }
 
   // Where a lane's logits of step `step` are, of those found together.
-  __device__ uint32_t logits(int step, int lane) const { return own + logits_at + step * step_bytes + lane * lane_bytes; }
+  __device__ uint32_t logits(int step, int lane) const { return own + step * step_bytes + lane * lane_bytes; }
   // From it, those of keys g and g + 8 of a tile, in the lane's column `c` of column tile `n`.
   __device__ static void load(uint32_t of_step, int n, int c, int tile, float (&found)[2]) {
     uint32_t word[2];
@@ -159,40 +172,41 @@ struct Rotary {
     found[0] = __uint_as_float(word[0]), found[1] = __uint_as_float(word[1]);
   }
 
-  // What `find` needs before the first time, for steps whose first token is `first`.
-  __device__ void begin(const RotaryMean& mean, int first, int lane) const {
-    __syncwarp();  // turns of the pairs were where angles will be
-#pragma unroll 1
-    for (int product = 0; product < used; ++product) turn(mean, first, product, lane);
+  // Before the first time: the logits are zeros, which they stay if nothing turns.
+  __device__ void begin(int lane) const {
+    __syncwarp();  // turns of the pairs were there
+    const float none[2 * Plan::step_tiles] = {};
+#pragma unroll
+    for (int at = 0; at < steps * step_bytes; at += 32 * lane_bytes) put(logits(0, lane) + at, none);
   }
 
-  // The logits of `steps` steps of the warp; the first one's tokens begin at `first`.
-  __device__ void find(const RotaryMean& mean, int first, int lane) const {
+  // The logits of `steps` steps of the warp; the first one's tokens begin at `first`. False: nothing turns.
+  __device__ bool find(const RotaryMean& mean, int first, int lane) const {
+    const int used = this->used();
+    if (used == 0) return false;
+    asm volatile("" : "+r"(lane));  // no address is kept from one time to the next
     const int g = lane / 4, t = lane % 4;
-    __syncwarp();  // the angles are there
+    __syncwarp();  // the logits of the time before were read
 #pragma unroll 1
     for (int n = 0; n < tiles; ++n) {
       // Of the column g of a tile.
       const uint32_t of_query = base + query_at + (Plan::paired ? g / 2 : (8 * n + g) % queries) * row + t * 32;
-      const uint32_t of_centre = own + g % 2 % centres * row + t * 32;
       float even[Plan::step_tiles][4] = {}, odd[Plan::step_tiles][4] = {};
 #pragma unroll 1
       for (int product = 0; product < used; ++product) {
+        float cosines, sines;  // of pair lane % 16 at centre lane / 16
+        turn(mean, first, product, lane, cosines, sines);
         uint32_t high[2][2], low[2][2];  // of A, of B
 #pragma unroll
         for (int two = 0; two < 2; ++two) {
-          uint32_t q[4], angle[4];
+          uint32_t q[4];
           load_shared<16>(of_query + product * 128 + two * 16, q);
-          load_shared<16>(of_centre + product * 128 + two * 16, angle);
-          if (two == 1 && n == tiles - 1) {  // those of the next time: nothing waits for them
-            __syncwarp();
-            turn(mean, first + steps * apart, product, lane);
-          }
           float turned[2][2];
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
+            const int from = g % 2 % centres * 16 + 4 * t + 2 * two + i;
             const float A = __uint_as_float(q[2 * i]), B = __uint_as_float(q[2 * i + 1]);
-            const float cosine = __uint_as_float(angle[2 * i]), sine = __uint_as_float(angle[2 * i + 1]);
+            const float cosine = __shfl_sync(0xffffffff, cosines, from), sine = __shfl_sync(0xffffffff, sines, from);
             turned[0][i] = A * cosine + B * sine, turned[1][i] = B * cosine - A * sine;
           }
 #pragma unroll
@@ -226,20 +240,16 @@ struct Rotary {
       }
     }
     __syncwarp();
+    return true;
   }
 
  private:
-  // Angles of the pairs of a product at the centres of steps whose first token is `first`.
-  __device__ void turn(const RotaryMean& mean, int first, int product, int lane) const {
-    const int pair = 16 * product + lane % 16, centre = lane / 16;
+  // Angles of the pairs of a product at the centres of steps whose first token is `first`: those of a lane.
+  __device__ void turn(const RotaryMean& mean, int first, int product, int lane, float& cosine, float& sine) const {
     uint32_t turns[2];
-    load_shared<8>(base + turns_at + pair * 8, turns);
-    const int64_t twice = 2 * (first + mean.start) + apart + tokens_of_step - 1 + 4 * centre * apart;
-    float angle[2];
-    cos_sin(twice, uint64_t(turns[1]) << 32 | turns[0], angle[0], angle[1]);
-    if (centre < centres)
-      asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(own + centre * row + pair * 8), "f"(angle[0]), "f"(angle[1])
-                   : "memory");
+    load_shared<8>(base + turns_at + (16 * product + lane % 16) * 8, turns);
+    const int64_t twice = 2 * (first + mean.start) + apart + tokens_of_step - 1 + 4 * (lane / 16) * apart;
+    cos_sin(twice, uint64_t(turns[1]) << 32 | turns[0], cosine, sine);
   }
 
   // Two numbers as fp16, and what is missing.
