@@ -17,13 +17,14 @@ from hf_vq.evaluation.text_tables import text_table
 
 from .records import RESULTS
 
+_QUALITY = (
+    "hf_vq/formats/", "hf_vq/fit/", "hf_vq/transforms/", "hf_vq/cache/", "hf_vq/calibration/",
+)  # fmt: skip
 SOURCES: dict[str, tuple[str, ...]] = {
     "cpu": ("kernels/cpu/", "hf_vq/backends/cpu/", "hf_vq/ops/"),
     "cuda": ("kernels/cuda/", "hf_vq/backends/cuda/", "hf_vq/codegen/"),
-    "quality": (
-        "hf_vq/formats/", "hf_vq/fit/", "hf_vq/transforms/", "hf_vq/cache/",
-        "hf_vq/calibration/",
-    ),
+    "quality": _QUALITY,
+    "models": _QUALITY,
     "serving": ("kernels/", "hf_vq/backends/", "hf_vq/cache/", "hf_vq/serving/"),
     "reliability": ("hf_vq/", "kernels/", "scripts/"),
 }  # fmt: skip

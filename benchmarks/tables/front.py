@@ -1,11 +1,13 @@
-"""The three small tables of README.md, each a few rows of a record that a page shows whole."""
+"""The small tables of README.md, each a few rows of a record that a page shows whole."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from hf_vq.evaluation.text_tables import markdown_table, significant
+from hf_vq.evaluation.text_tables import markdown_table
+
+from ..quality.models import table as models
 
 _Rows = Sequence[dict[str, Any]]
 _CPU = {
@@ -15,7 +17,7 @@ _CPU = {
     "llama.cpp Q4_0, f16 cache": "llama.cpp Q4_0, f16 cache",
     "llama.cpp Q4_0, q4_0 cache, flash": "llama.cpp Q4_0, q4_0 cache, flash",
 }
-_KV = ("u4", "u3", "u2", "KIVI-4 g32")
+_WEIGHTS = ("vq-4-activations", "vq-3-activations", "nf4-g64", "hqq-4-g64")
 
 
 def gpu(rows: _Rows) -> str:
@@ -48,19 +50,9 @@ def cpu(rows: _Rows) -> str:
     return markdown_table(head, cells)
 
 
-def kv(rows: _Rows) -> str:
-    """Size and loss of caches, from the record of `quality-kv`."""
-    head = ["KV cache", "bits", "times smaller than 16 bits", "KL divergence", "99th percentile"]
-    found = {row["name"]: row for row in rows if row["case"] == "window"}
-    cells = []
-    for name in _KV:
-        row = found[name]
-        bits = row["bits_per_element"]
-        cells.append(
-            [name if row["kind"] == "baseline" else _code(name), f"{bits:.3f}", f"{16 / bits:.1f}",
-             significant(row["kld"]), significant(row["kld_p99"])]
-        )  # fmt: skip
-    return markdown_table(head, cells)
+def weights(records: _Rows) -> str:
+    """Loss of weights of real models, from the records of `quality-models`."""
+    return models.weights(records, _WEIGHTS)
 
 
 def _code(name: str) -> str:

@@ -50,6 +50,8 @@ _BLOCK = re.compile(
 )
 HEAD_DIM = 128  # at which the bits of KV schemes are stated
 _IN_RECORD = ("turboquant-4", "turboquant-3", "turboquant-2", "gptvq-2-int7", "vq-4 + KV u4")
+_BESIDE_LEARNED = ("u4", "u2")  # in the table of learned caches
+_KEYS_ONLY = "NoMAD d_sub 1, keys only"  # the only one that is shown of those of the paper
 _ON_REAL_MODELS = ("`vq-4`", "`vq-3`", "`vq-2`", "NF4 g64")  # in docs/weights.md
 
 
@@ -162,34 +164,14 @@ def qoq_table() -> str:
     return f"{markdown_table(head, rows)}\n\n{errors} {source(record)}"
 
 
-def kv_table() -> str:
-    """Quality of KV cache schemes without learned codebooks; one line per scheme."""
-    record, by_name = _kv_cases()
-    head = ["KV cache", "bits", "KLD, window 64", "99th percentile", "KLD, no window"]
-    rows = []
-    for cases in by_name.values():
-        if "shifted" not in cases:
-            continue
-        row = cases["window"]
-        rows.append(
-            [
-                _label(row),
-                f"{row['bits_per_element']:.3f}",
-                _cell(cases, "window", "kld"),
-                _cell(cases, "window", "kld_p99"),
-                _cell(cases, "no window", "kld"),
-            ]
-        )
-    return markdown_table(head, rows) + "\n\n" + source(record)
-
-
 def learned_kv_table() -> str:
-    """Quality of learned KV codebooks."""
+    """Quality of learned KV codebooks, and of what needs none."""
     record, by_name = _kv_cases()
     head = ["KV cache", "bits", "KLD, window 64", "99th percentile", "KLD, no window"]
     rows = []
     for name, cases in by_name.items():
-        if "shifted" in cases or "8-bit tables" in name:
+        learned = "shifted" not in cases and not name.startswith("NoMAD")
+        if not (learned or name in (*_BESIDE_LEARNED, _KEYS_ONLY)):
             continue
         row = [_label(cases["window"]), f"{cases['window']['bits_per_element']:.3f}"]
         row += [_cell(cases, "window", "kld"), _cell(cases, "window", "kld_p99")]
@@ -208,10 +190,11 @@ def _kv_cases() -> tuple[dict[str, Any], dict[str, dict[str, dict[str, Any]]]]:
 
 
 def models_table(
-    table: Callable[[list[dict[str, Any]]], str], suite: str = models.SUITE, text: str = "--text"
-) -> str:
-    """Real models, from the records of all of them."""
-    records = read_records(suite)
+    table: Callable[[list[dict[str, Any]]], str], suite: str = models.SUITE, text: str = "--text",
+    name: str | None = None,
+) -> str:  # fmt: skip
+    """Real models, from the records of all of them, whose names begin with `name`."""
+    records = read_records(name or suite)
     if not records:
         return f"Not measured: `python -m benchmarks {suite} MODEL_DIR {text} TEXT`."
     return table(records)
@@ -327,21 +310,17 @@ def cpu_attention_table() -> str:
     return "\n\n".join([table, *map(source, both)])
 
 
-def _kv_summary() -> str:
-    record = _record("quality-kv")
-    return front.kv(record["results"]["rows"]) + "\n\n" + source(record)
-
-
 TABLES: dict[str, Callable[[], str]] = {
     "results:readme-gpu": partial(_timed_table, "cuda-generate", front.gpu),
     "results:readme-cpu": partial(_timed_table, "cpu-generate", front.cpu),
-    "results:readme-kv": _kv_summary,
+    "results:readme-weights": partial(models_table, front.weights),
     "results:quality-weights": weights_table,
     "results:quality-qoq": qoq_table,
     "results:quality-finetune": partial(weights_table, "quality-finetune", seconds=True),
-    "results:quality-kv": kv_table,
     "results:quality-kv-learned": learned_kv_table,
     "results:quality-models-weights": partial(models_table, models.weights),
+    "results:quality-models-chat": partial(models_table, models.chat, name=models.CHAT),
+    "results:quality-models-passkeys": partial(models_table, models.passkeys, name=models.PASSKEYS),
     "results:quality-models-embeddings": partial(models_table, models.embeddings),
     "results:quality-models-int8": partial(models_table, models.int8),
     "results:quality-models-kv": partial(models_table, models.caches),

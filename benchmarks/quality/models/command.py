@@ -19,7 +19,7 @@ _SHOWN = {
     "text": "TEXT", "prompts": "PROMPTS", "calibration": "TEXT", "ggml": "GGML_DIR", "rows": "",
     "tokens": "", "context": "", "chat_tokens": "", "chat_context": "", "kv_passages": "",
     "kv_prompt": "", "kv_scored": "", "kv_long": "", "kv_long_passages": "", "passkeys": "",
-    "calibration_tokens": "", "device": "",
+    "calibration_tokens": "", "device": "", "name": "",
 }  # fmt: skip
 
 
@@ -51,6 +51,7 @@ def add_verb(verbs: Any) -> None:
     add("--ggml", type=Path, help="folder of llama.cpp's libraries")
     add("--device", help="as from_pretrained takes device_map")
     add("--out", type=Path, metavar="FOLDER", help="of the records")
+    add("--name", default=NAME, help="of the suite in the records (default: %(default)s)")
     add("--revision", help="of the source (default: git is asked)")
     parser.set_defaults(parser=parser)
 
@@ -72,10 +73,10 @@ def measure(args: argparse.Namespace) -> int:
     command = command_line(start, args.parser, args, _SHOWN)
     for model in args.models:
         one = ModelSuite(model, options)
-        path = (args.out or RESULTS / "quality") / f"{NAME}-{one.name}.jsonl"
+        path = (args.out or RESULTS / "models") / f"{args.name}-{one.name}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         device = str(one.model.device)
-        recorder = Recorder(path, NAME, command, args.revision, device, one.settings)
+        recorder = Recorder(path, args.name, command, args.revision, device, one.settings)
         kept = keep(path, one.settings, recorder.record["revision"]) if args.resume else []
         others = keep(path, one.settings, args.keep) if args.keep else []
         others = [row for row in others if suite.row_name(row) not in wanted and row not in kept]

@@ -12,25 +12,69 @@ from hf_vq.evaluation.text_tables import markdown_table, significant
 
 from ...tables.provenance import DIGITS, sources, standard_errors
 from ...tables.ranges import span
+from .passkey import DEPTHS
 from .suite import row_name
 from .weights import BESIDE
 
 SUITE = "quality-models"
+CHAT = "chat-models"  # records of rows on chat text
+PASSKEYS = "passkey-models"
 _Records = Sequence[dict[str, Any]]
 _Rows = Sequence[Sequence[dict[str, Any]]]  # of each record
 _INT8 = "-int8"  # ends the name of a row with inputs of 8 bits
 _DEFAULT = "-activations"  # ends the name of a row that is made as `VQConfig()` makes it
 _NO_WINDOW = "-window-0"
 _PEERS = {"nf4-g64": "NF4 g64", "kivi-4-g32": "KIVI-4 g32", "kivi-2-g32": "KIVI-2 g32"}
+_PEERS["exact"] = "uncoded"
 _PEERS |= {f"hqq-{bits}-g64": f"HQQ int{bits} g64" for bits in (4, 3, 2)}
 
 
-def weights(records: _Records) -> str:
-    """KL divergence and perplexity of quantized weights; then where they come from."""
+def weights(records: _Records, only: Collection[str] = ()) -> str:
+    """KL divergence and perplexity of quantized weights; then where they come from.
+
+    Args:
+        only: names of rows; () = all that two models have.
+    """
     settings = _shared(records, "text", "text_tokens", "text_context")
     read = f"{settings['text_tokens']:,} tokens in contexts of {settings['text_context']:,}"
-    how = sources(_of_rows(records, _scored(records, "weights")))
-    return f"{_table(records, 'weights', 'bits_per_weight', read)} {how}"
+    how = sources(_of_rows(records, _scored(records, "weights", only)))
+    return f"{_table(records, 'weights', 'bits_per_weight', read, only)} {how}"
+
+
+def chat(records: _Records) -> str:
+    """KL divergence of quantized weights on the answers that each model gave; the machine and
+    revision."""
+    settings = _shared(records, "prompts_text", "chat_tokens", "chat_context")
+    read = f"{settings['chat_tokens']:,} tokens in contexts of {settings['chat_context']}"
+    rows = _scored(records, "weights", on="chat")
+    return f"{_table(records, 'weights', 'bits_per_weight', read, on='chat')} {_at(records, rows)}"
+
+
+def passkeys(records: _Records) -> str:
+    """Found passkeys by cache and length of the prompt; the machine and revision."""
+    rows_of = [
+        [r for r in record["results"]["rows"] if r["what"] == "passkey" and "failed" not in r]
+        for record in records
+    ]
+    found: dict[str, dict[str, dict[int, float]]] = {}  # by cache, model, tokens
+    for record, rows in zip(records, rows_of, strict=True):
+        for row in rows:
+            of_model = found.setdefault(row["name"], {})
+            of_model.setdefault(record["settings"]["model"], {})[row["length"]] = row["found"]
+    models = [record["settings"]["model"] for record in records]
+    lengths = sorted({n for row in found.values() for of_model in row.values() for n in of_model})
+
+    def cell(shares: dict[int, float]) -> str:
+        return " / ".join(f"{shares[n]:.0f}" if n in shares else "-" for n in lengths)
+
+    lines = [
+        [_PEERS.get(name, f"`{name}`"), *(cell(by_model.get(model, {})) for model in models)]
+        for name, by_model in found.items()
+        if len(by_model) > 1 or len(records) == 1
+    ]
+    head = " / ".join(f"{n:,}" for n in lengths)
+    caption = f"Passkeys found, percent of {DEPTHS}, in prompts of {head} tokens."
+    return f"{markdown_table(['KV cache', *models], lines)}\n\n{caption} {_at(records, rows_of)}"
 
 
 def embeddings(records: _Records) -> str:
@@ -73,8 +117,8 @@ def int8(records: _Records) -> str:
                 compared[-1] += [exact, row]
     head = ["model", "weights", "in 8 bits", "KL divergence, 16 bits", "8 bits"]
     read = f"{settings['text_tokens']:,} tokens in contexts of {settings['text_context']:,}"
-    how = sources(_of_rows(records, compared))
-    return f"{markdown_table(head, lines)}\n\nOn {settings['text']}: {read}. {how}"
+    how = f"{read}. {_at(records, compared)}"
+    return f"{markdown_table(head, lines)}\n\nOn {settings['text']}: {how}"
 
 
 def caches(records: _Records) -> str:
@@ -82,7 +126,8 @@ def caches(records: _Records) -> str:
     settings = _shared(records, "text", "kv_passages", "kv_prompt", "kv_scored", "sinks", "window")
     lengths = f"{settings['kv_scored']} tokens behind prompts of {settings['kv_prompt']}"
     read = f"{settings['kv_passages']} passages of {lengths}, {settings['sinks']} sinks"
-    table = _table(records, "kv", "bits_per_element", f"{read}, window {settings['window']}")
+    read += f", window {settings['window']}"
+    table = _table(records, "kv", "bits_per_element", read)
     if "` behind " in table:
         more = _shared(records, "kv_long_passages")["kv_long_passages"]
         table += f" Behind longer prompts: {more} passages."
@@ -91,17 +136,26 @@ def caches(records: _Records) -> str:
     return f"{table} Measured with the [weights](weights.md#quality), at {', '.join(revisions)}."
 
 
-def _table(records: _Records, what: str, bits: str, read: str) -> str:
+def _table(
+    records: _Records,
+    what: str,
+    bits: str,
+    read: str,
+    only: Collection[str] = (),
+    on: str = "text",
+) -> str:
     """A line for each row that two models have, or the only one; what was scored; how exact it is.
 
     Args:
         what: of the rows that are shown.
         bits: key of their stored bits.
         read: what was scored.
+        only: names of rows; () = all that two models have.
+        on: which text: `text`, or `chat` for answers of the model itself.
     """
-    found = _found(records, what)
+    found = _found(records, what, on)
     times = _times(found)
-    names = _shown(times, records)
+    names = _shown(times, records, only)
     head = ["KV cache" if what == "kv" else "weights", "bits"]
     head += [record["settings"]["model"] for record in records]
     cells = [
@@ -112,18 +166,21 @@ def _table(records: _Records, what: str, bits: str, read: str) -> str:
         ]
         for name in names
     ]
-    errors = standard_errors([row for rows in _scored(records, what) for row in rows])
-    text = records[0]["settings"]["text"]
+    errors = standard_errors([row for rows in _scored(records, what, only, on) for row in rows])
+    settings = records[0]["settings"]
+    text = settings["text"]
+    if on == "chat":
+        text = f"each model's own answers to {settings['prompts_text']}"
     return f"{markdown_table(head, cells)}\n\nOn {text}: {read}. {errors}"
 
 
-def _found(records: _Records, what: str) -> list[dict[str, dict[str, Any]]]:
+def _found(records: _Records, what: str, on: str = "text") -> list[dict[str, dict[str, Any]]]:
     """Rows of one kind of each record, by name."""
     return [
         {
             row_name(row).partition(":")[2]: row
             for row in record["results"]["rows"]
-            if row["what"] == what and row.get("on", "text") == "text" and "failed" not in row
+            if row["what"] == what and row.get("on", on) == on and "failed" not in row
             if not row["name"].endswith(_INT8)
         }
         for record in records
@@ -136,15 +193,18 @@ def _times(found: Sequence[dict[str, dict[str, Any]]]) -> Counter[str]:
     return Counter(name for rows in longest_first for name in rows)
 
 
-def _shown(times: Counter[str], records: _Records) -> list[str]:
+def _shown(times: Counter[str], records: _Records, only: Collection[str]) -> list[str]:
     """Rows that two models have, or the only one."""
-    return [name for name, count in times.items() if count > 1 or len(records) == 1]
+    names = [name for name, count in times.items() if count > 1 or len(records) == 1]
+    return [name for name in names if not only or name in only]
 
 
-def _scored(records: _Records, what: str) -> list[list[dict[str, Any]]]:
+def _scored(
+    records: _Records, what: str, only: Collection[str] = (), on: str = "text"
+) -> list[list[dict[str, Any]]]:
     """Rows of each record that a table of one kind shows."""
-    found = _found(records, what)
-    names = _shown(_times(found), records)
+    found = _found(records, what, on)
+    names = _shown(_times(found), records, only)
     return [[rows[name] for name in names if name in rows] for rows in found]
 
 
@@ -159,6 +219,13 @@ def _shared(records: _Records, *keys: str) -> dict[str, Any]:
             raise VQError(f"the records of {SUITE} differ in {key}: measure all models alike.")
     settings: dict[str, Any] = records[0]["settings"]
     return settings
+
+
+def _at(records: _Records, shown: _Rows) -> str:
+    """Machines and revisions of rows, where another table of the page has the command."""
+    machines = {m.get("gpu") or m["cpu"]: None for m in (record["machine"] for record in records)}
+    revisions = sorted({row["revision"][:DIGITS] for rows in shown for row in rows})
+    return f"{', '.join(machines)}, at {', '.join(revisions)}."
 
 
 def _of_rows(records: _Records, shown: _Rows) -> list[dict[str, Any]]:

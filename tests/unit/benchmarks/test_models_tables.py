@@ -66,6 +66,37 @@ def test_revisions_are_of_rows_that_are_shown(both):
     assert "2222222" in models.int8(both) and "3333" not in models.int8(both)
 
 
+def test_chat_text_has_a_table_of_its_own(both):
+    for one in both:
+        one["settings"] |= {"prompts_text": "b.jsonl", "chat_tokens": 2048, "chat_context": 256}
+        one["results"]["rows"].append(row("weights", "nf4-g64", 0.7, 4.5, on="chat"))
+    shown = models.chat(both)
+    assert "| NF4 g64 | 4.50 | 0.700, +70 % | 0.700, +70 % |" in shown
+    assert "vq-4" not in shown, "one model alone has it"
+    assert "own answers to b.jsonl: 2,048 tokens in contexts of 256" in shown
+    assert "| `vq-4` | 4.22 | 0.900, +90 % |" in models.chat(both[:1])
+    assert "0.7" not in models.weights(both)
+
+
+def test_passkeys_have_a_part_of_a_cell_for_each_length(both):
+    for one, longest in zip(both, (1024, 4096), strict=True):
+        one["results"]["rows"] = [
+            {"what": "passkey", "name": name, "length": length, "revision": "abcdef0123",
+             "found": 100.0 - 20 * (length > 1024), "log_p": -0.1}
+            for name in ("exact", "u4") for length in (1024, longest)
+        ]  # fmt: skip
+    both[0]["results"]["rows"] += [
+        {"what": "passkey", "name": "u2", "length": 1024, "found": 40.0, "revision": "abcdef0123"},
+        {"what": "passkey", "name": "u3", "length": 1024, "failed": "short"},
+    ]
+    lines = models.passkeys(both).splitlines()
+    assert lines[0] == "| KV cache | one | other |"
+    assert lines[2:4] == ["| uncoded | 100 / - | 100 / 80 |", "| `u4` | 100 / - | 100 / 80 |"]
+    assert lines[4] == "", "what one model alone has is in its record"
+    assert "Passkeys found, percent of 5, in prompts of 1,024 / 4,096 tokens." in lines[5]
+    assert "| `u2` | 40 |" in models.passkeys(both[:1])
+
+
 def test_embeddings_name_their_model_where_there_are_several(both):
     assert models.embeddings(both).startswith("Not measured")
     for one in both:
@@ -113,10 +144,10 @@ def test_columns_of_unlike_texts_are_refused(both):
 
 
 def test_records_are_read_by_suite(both, tmp_path, monkeypatch):
-    (tmp_path / "quality").mkdir()
+    (tmp_path / "models").mkdir()
     for one in both:
         name = one["settings"]["model"]
-        write_record(one, tmp_path / "quality" / f"quality-models-{name}.jsonl")
+        write_record(one, tmp_path / "models" / f"quality-models-{name}.jsonl")
     found = read_records(models.SUITE, tmp_path)
     assert [each["settings"]["model"] for each in found] == ["one", "other"]
     monkeypatch.setattr(pages, "read_records", lambda suite: [])
