@@ -1,4 +1,4 @@
-"""The small tables of README.md, each a few rows of a record that a page shows whole."""
+"""The two tables of speed in README.md, each a few rows of a record that a page shows whole."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from hf_vq.evaluation.text_tables import markdown_table
-
-from ..quality.models import table as models
 
 _Rows = Sequence[dict[str, Any]]
 _CPU = {
@@ -17,7 +15,6 @@ _CPU = {
     "llama.cpp Q4_0, f16 cache": "llama.cpp Q4_0, f16 cache",
     "llama.cpp Q4_0, q4_0 cache, flash": "llama.cpp Q4_0, q4_0 cache, flash",
 }
-_WEIGHTS = ("vq-4-activations", "vq-3-activations", "nf4-g64", "hqq-4-g64")
 
 
 def gpu(rows: _Rows) -> str:
@@ -48,11 +45,6 @@ def cpu(rows: _Rows) -> str:
         for name, label in _CPU.items()
     ]
     return markdown_table(head, cells)
-
-
-def weights(records: _Rows) -> str:
-    """Loss of weights of real models, from the records of `quality-models`."""
-    return models.weights(records, _WEIGHTS)
 
 
 def _code(name: str) -> str:

@@ -313,7 +313,7 @@ def cpu_attention_table() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "results:readme-gpu": partial(_timed_table, "cuda-generate", front.gpu),
     "results:readme-cpu": partial(_timed_table, "cpu-generate", front.cpu),
-    "results:readme-weights": partial(models_table, front.weights),
+    "results:readme-quality": partial(models_table, models.front),
     "results:quality-weights": weights_table,
     "results:quality-qoq": qoq_table,
     "results:quality-finetune": partial(weights_table, "quality-finetune", seconds=True),

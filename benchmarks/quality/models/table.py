@@ -24,21 +24,47 @@ _Rows = Sequence[Sequence[dict[str, Any]]]  # of each record
 _INT8 = "-int8"  # ends the name of a row with inputs of 8 bits
 _DEFAULT = "-activations"  # ends the name of a row that is made as `VQConfig()` makes it
 _NO_WINDOW = "-window-0"
+_FRONT = {
+    "weights": ("vq-4-activations", "vq-3-activations", "nf4-g64", "hqq-4-g64"),
+    "kv": ("u4", "u3", "kivi-4-g32"),
+}
+_BITS = {"weights": "bits_per_weight", "kv": "bits_per_element"}
+_KINDS = {"weights": "weights", "kv": "KV cache"}
 _PEERS = {"nf4-g64": "NF4 g64", "kivi-4-g32": "KIVI-4 g32", "kivi-2-g32": "KIVI-2 g32"}
 _PEERS["exact"] = "uncoded"
 _PEERS |= {f"hqq-{bits}-g64": f"HQQ int{bits} g64" for bits in (4, 3, 2)}
 
 
-def weights(records: _Records, only: Collection[str] = ()) -> str:
-    """KL divergence and perplexity of quantized weights; then where they come from.
-
-    Args:
-        only: names of rows; () = all that two models have.
-    """
+def weights(records: _Records) -> str:
+    """KL divergence and perplexity of quantized weights; then where they come from."""
     settings = _shared(records, "text", "text_tokens", "text_context")
     read = f"{settings['text_tokens']:,} tokens in contexts of {settings['text_context']:,}"
-    how = sources(_of_rows(records, _scored(records, "weights", only)))
-    return f"{_table(records, 'weights', 'bits_per_weight', read, only)} {how}"
+    how = sources(_of_rows(records, _scored(records, "weights")))
+    return f"{_table(records, 'weights', read)} {how}"
+
+
+def front(records: _Records) -> str:
+    """KL divergence of the weights and caches that README.md shows; the machine and revisions."""
+    settings = _shared(records, "text", "text_tokens", "text_context", "kv_passages", "window")
+    lines, shown = [], [list[dict[str, Any]]() for _ in records]
+    for what, names in _FRONT.items():
+        found = _found(records, what)
+        for name in names:
+            rows = [each.get(name) for each in found]
+            measured = [row for row in rows if row]
+            if not measured:
+                continue
+            for kept, row in zip(shown, rows, strict=True):
+                kept += [row] if row else []
+            bits = [row[_BITS[what]] for row in measured]
+            label = _PEERS.get(name, f"`{name.removesuffix(_DEFAULT)}`")
+            cells = [_cell(row) if row else "-" for row in rows]
+            lines.append([f"{_KINDS[what]} {label}", span(bits, "{:.2f}".format), *cells])
+    head = ["", "bits", *(record["settings"]["model"] for record in records)]
+    read = f"{settings['text_tokens']:,} tokens in contexts of {settings['text_context']}"
+    read += f"; caches: {settings['kv_passages']} passages, the newest {settings['window']} exact"
+    how = f"On {settings['text']}: {read}. {_at(records, shown)}"
+    return f"{markdown_table(head, lines)}\n\n{how}"
 
 
 def chat(records: _Records) -> str:
@@ -46,8 +72,8 @@ def chat(records: _Records) -> str:
     revision."""
     settings = _shared(records, "prompts_text", "chat_tokens", "chat_context")
     read = f"{settings['chat_tokens']:,} tokens in contexts of {settings['chat_context']}"
-    rows = _scored(records, "weights", on="chat")
-    return f"{_table(records, 'weights', 'bits_per_weight', read, on='chat')} {_at(records, rows)}"
+    rows = _scored(records, "weights", "chat")
+    return f"{_table(records, 'weights', read, 'chat')} {_at(records, rows)}"
 
 
 def passkeys(records: _Records) -> str:
@@ -127,7 +153,7 @@ def caches(records: _Records) -> str:
     lengths = f"{settings['kv_scored']} tokens behind prompts of {settings['kv_prompt']}"
     read = f"{settings['kv_passages']} passages of {lengths}, {settings['sinks']} sinks"
     read += f", window {settings['window']}"
-    table = _table(records, "kv", "bits_per_element", read)
+    table = _table(records, "kv", read)
     if "` behind " in table:
         more = _shared(records, "kv_long_passages")["kv_long_passages"]
         table += f" Behind longer prompts: {more} passages."
@@ -139,34 +165,30 @@ def caches(records: _Records) -> str:
 def _table(
     records: _Records,
     what: str,
-    bits: str,
     read: str,
-    only: Collection[str] = (),
     on: str = "text",
 ) -> str:
     """A line for each row that two models have, or the only one; what was scored; how exact it is.
 
     Args:
         what: of the rows that are shown.
-        bits: key of their stored bits.
         read: what was scored.
-        only: names of rows; () = all that two models have.
         on: which text: `text`, or `chat` for answers of the model itself.
     """
     found = _found(records, what, on)
     times = _times(found)
-    names = _shown(times, records, only)
+    names = _shown(times, records)
     head = ["KV cache" if what == "kv" else "weights", "bits"]
     head += [record["settings"]["model"] for record in records]
     cells = [
         [
             _label(name, times),
-            span((rows[name][bits] for rows in found if name in rows), "{:.2f}".format),
+            span((rows[name][_BITS[what]] for rows in found if name in rows), "{:.2f}".format),
             *(_cell(rows[name]) if name in rows else "-" for rows in found),
         ]
         for name in names
     ]
-    errors = standard_errors([row for rows in _scored(records, what, only, on) for row in rows])
+    errors = standard_errors([row for rows in _scored(records, what, on) for row in rows])
     settings = records[0]["settings"]
     text = settings["text"]
     if on == "chat":
@@ -193,18 +215,15 @@ def _times(found: Sequence[dict[str, dict[str, Any]]]) -> Counter[str]:
     return Counter(name for rows in longest_first for name in rows)
 
 
-def _shown(times: Counter[str], records: _Records, only: Collection[str]) -> list[str]:
+def _shown(times: Counter[str], records: _Records) -> list[str]:
     """Rows that two models have, or the only one."""
-    names = [name for name, count in times.items() if count > 1 or len(records) == 1]
-    return [name for name in names if not only or name in only]
+    return [name for name, count in times.items() if count > 1 or len(records) == 1]
 
 
-def _scored(
-    records: _Records, what: str, only: Collection[str] = (), on: str = "text"
-) -> list[list[dict[str, Any]]]:
+def _scored(records: _Records, what: str, on: str = "text") -> list[list[dict[str, Any]]]:
     """Rows of each record that a table of one kind shows."""
     found = _found(records, what, on)
-    names = _shown(_times(found), records, only)
+    names = _shown(_times(found), records)
     return [[rows[name] for name in names if name in rows] for rows in found]
 
 

@@ -66,6 +66,17 @@ def test_revisions_are_of_rows_that_are_shown(both):
     assert "2222222" in models.int8(both) and "3333" not in models.int8(both)
 
 
+def test_the_readme_has_weights_and_caches(both):
+    lines = models.front(both).splitlines()
+    assert lines[0] == "|  | bits | one | other |"
+    assert "| weights `vq-4` | 4.13-4.22 | 0.0900, +9.0 % | 0.0400, +4.0 % |" in lines
+    assert "| weights NF4 g64 | 4.50 | 0.300, +30 % | - |" in lines
+    assert "| KV cache `u4` | 4.12-4.25 | 0.00310 | 0.000700 |" in lines
+    assert not any("`u3`" in line for line in lines), "nobody measured it"
+    assert lines[-1].startswith("On a.txt: 4,096 tokens in contexts of 512; caches: 8 passages, ")
+    assert lines[-1].endswith("at abcdef0.")
+
+
 def test_chat_text_has_a_table_of_its_own(both):
     for one in both:
         one["settings"] |= {"prompts_text": "b.jsonl", "chat_tokens": 2048, "chat_context": 256}
