@@ -1,6 +1,6 @@
 """`hf_vq.explain`: which kernel runs for each layer and its cache, and why not a faster one.
 
-`warn_of_slow_layers` says once that layers are slower than dense ones.
+`warn_of_kernels` says once that layers are slower than dense ones, or keep 16-bit inputs.
 """
 
 from __future__ import annotations
@@ -46,6 +46,9 @@ SIZES = {
 
 FEATURES = ("out_features", "in_features")
 """The same of a layer."""
+
+_INT8 = "cuda.int8_linear"  # rounds inputs to 8 bits
+_MANY_TOKENS = 128  # for which it does
 
 
 @dataclass(frozen=True)
@@ -203,14 +206,32 @@ def _faster(problem: Any) -> str | None:
 _warned: set[str] = set()
 
 
-def warn_of_slow_layers(model: nn.Module) -> None:
-    """Say once that layers of a model are slower, where they are, than dense ones would be."""
+def warn_of_kernels(model: nn.Module) -> None:
+    """Say once that layers of a model are slower, where they are, than dense ones would be, and
+    that layers keep inputs of 16 bits which were to have 8."""
     if env.BACKEND.get():  # somebody chose the kernels
         return
     found = explain(model)
-    if any(row.is_slow for row in found) and found.summary not in _warned:
-        _warned.add(found.summary)
-        logger.warning("hf_vq: %s", found.summary)
+    said = [found.summary] if any(row.is_slow for row in found) else []
+    if any(module.activations_bits == 8 for _, module in _layers(model)):
+        said += filter(None, [_without_8_bits(explain(model, tokens=_MANY_TOKENS))])
+    for message in said:
+        if message not in _warned:
+            _warned.add(message)
+            logger.warning("hf_vq: %s", message)
+
+
+def _without_8_bits(found: Explanation) -> str | None:
+    """A sentence on the layers whose kernel does not round inputs to 8 bits, and why."""
+    rows = [row for row in found if row.problem.op == "linear" and row.kernel != _INT8]
+    if not rows:
+        return None
+    count, total = (sum(len(row.layers) for row in each) for each in (rows, found))
+    reasons = {v.reason for row in rows for v in row.verdicts if v.entry.name == _INT8}
+    return (
+        f"activations_bits=8 changes nothing in {count} of {total} layers: "
+        f"{'; '.join(sorted(reasons))}."
+    )
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, VQLinear | VQExperts]]:

@@ -47,7 +47,7 @@ from .checkpoint.provenance import record
 from .checkpoint.sizes import check_layers
 from .config import QUANT_METHODS, VQConfig
 from .embeddings import check_embedding, embeddings_of, replace_embedding, restore_embedding
-from .explain import warn_of_slow_layers
+from .explain import warn_of_kernels
 from .fused_activations import fuse_inputs, separate_inputs
 from .in_memory.encode import check_weights, encode_layers, nothing_to_quantize
 from .left_dense import choose_layers, dense_in_any_case
@@ -442,7 +442,7 @@ class VQHfQuantizer(HfQuantizer):
         train(vq_modules(model) | embeddings_of(model), config.trainable or ())
         set_activations_bits(model, config.activations_bits)
         fuse_inputs(model)
-        warn_of_slow_layers(model)
+        warn_of_kernels(model)
         patches.begin_codes(model)
         # PEFT's prepare_model_for_kbit_training knows libraries by name. To this name it turns
         # checkpointing on, and leaves the dtype of scales alone. Nobody else reads it.

@@ -30,7 +30,7 @@ from ...progress import Progress
 from ..checkpoint import headers as stored_files
 from ..checkpoint.provenance import record
 from ..config import QUANT_METHOD, QUANT_METHODS, VQConfig
-from ..explain import warn_of_slow_layers
+from ..explain import warn_of_kernels
 from ..fused_activations import fuse_inputs, separate_inputs
 from ..left_dense import choose_layers, weights_read
 from ..quantize_op import advice
@@ -211,7 +211,7 @@ class VQDiffusersQuantizer(DiffusersQuantizer):
         leave_fast_path(model)
         set_activations_bits(model, config.activations_bits)
         fuse_inputs(model)
-        warn_of_slow_layers(model)
+        warn_of_kernels(model)
         model.register_to_config(quantization_config=config)
         if hasattr(model, "fuse_qkv_projections"):
             patches.override(model, "fuse_qkv_projections", _refuse_to_fuse)

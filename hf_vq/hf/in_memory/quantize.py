@@ -30,7 +30,7 @@ from ...progress import Progress
 from ..checkpoint import headers as stored_files
 from ..checkpoint.provenance import record
 from ..config import QUANT_METHOD, VQConfig, quantization_of, quantized_part
-from ..explain import warn_of_slow_layers
+from ..explain import warn_of_kernels
 from ..fused_activations import fuse_inputs, separate_inputs
 from ..left_dense import choose_layers, weights_read
 from ..module_patterns import check_pass2
@@ -132,7 +132,7 @@ def prepare(model: nn.Module, config: VQConfig) -> None:
     """Give a module whose layers hold all their tensors what it needs to run and to be saved."""
     leave_fast_path(model)
     fuse_inputs(model)
-    warn_of_slow_layers(model)
+    warn_of_kernels(model)
     model.quantization_config = config
     for name, part in _parts_with_files(model).items():
         patches.override(part, "save_pretrained", partial(_refuse_to_save, name))
@@ -166,11 +166,11 @@ def _quantize_module(model: nn.Module, config: VQConfig) -> None:
     shared = encode_layers(model, wanted, config, Progress("", 0), errors)
     stored_files.check_values(model)
     config.provenance = record(model, errors, shared, {"dtype": dtype})
+    set_activations_bits(model, config.activations_bits)
     prepare(model, config)
     if config.pass2 is not None:
         place_pass2(model, config.pass2)
     train(vq_modules(model), config.trainable or ())
-    set_activations_bits(model, config.activations_bits)
 
 
 def _check(model: nn.Module) -> None:

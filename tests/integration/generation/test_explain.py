@@ -87,6 +87,35 @@ def test_layers_that_are_slower_than_dense_ones_are_said_once(caplog, monkeypatc
     assert explain(torch.nn.Linear(2, 2)).summary == "No layer holds codes."
 
 
+def test_inputs_that_keep_16_bits_are_said_once(caplog, monkeypatch):
+    monkeypatch.setattr(sys.modules["hf_vq.hf.explain"], "_warned", set())
+
+    def eight(bits):
+        layers = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Linear(128, 128))
+        config = hf_vq.VQConfig("vq-4", activations=None, activations_bits=bits)
+        return hf_vq.quantize_model(layers, config)
+
+    with caplog.at_level("WARNING", "hf_vq"):
+        eight(16)
+        assert not caplog.records
+        eight(8)
+        eight(8)
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "hf_vq: activations_bits=8 changes nothing in 2 of 2 layers: tensor is on cpu."
+    )
+    rounds = Entry("cuda.int8_linear", "linear", Implementation(lambda: None, narrow))
+    others = [entry for entry in dispatch.ENTRIES if entry.name != rounds.name]
+    caplog.clear()
+    with dispatch.using([rounds, *others]), caplog.at_level("WARNING", "hf_vq"):
+        eight(8)
+    assert "changes nothing in 1 of 2 layers: 256 is too wide." in caplog.text
+
+
+def narrow(problem):
+    return f"{problem.in_features} is too wide" if problem.in_features > 128 else None
+
+
 def of_three(problem):
     return problem.scheme == weight_scheme("turboquant-3").spec()
 
