@@ -103,14 +103,18 @@ def measure(args: argparse.Namespace) -> int:
 
 
 def keep(path: Path, settings: dict[str, Any], revision: str | None) -> list[dict[str, Any]]:
-    """Rows of this revision in a record, or in one that was stopped, of the same texts."""
+    """Rows of this revision in a record, or in one that was stopped, of the same texts.
+
+    Rows of a run without a text to learn from are those of a run with one.
+    """
+    without = {key: one for key, one in settings.items() if not key.startswith("calibration_")}
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for file in (path, unfinished(path)):
         try:
             record = read(file)
         except (OSError, ValueError):
             continue
-        if record.get("settings") != settings:
+        if record.get("settings") not in (settings, without):
             continue
         for row in record["results"]["rows"]:
             if row.get("revision") == revision and "failed" not in row:

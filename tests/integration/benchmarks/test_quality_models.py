@@ -67,6 +67,18 @@ def test_other_rows_of_a_revision_are_kept(tiny_model, eval_text, tmp_path, revi
     assert [row["revision"] for row in rows] == [revision, "here"]
 
 
+def test_rows_without_a_text_to_learn_from_are_kept(tiny_model, eval_text, tmp_path):
+    wanted = ("--rows", "weights:nf4-g64", "weights:gptq-4-g128")
+    first = run(tiny_model, eval_text, tmp_path, *wanted)[1]
+    assert "failed" in first[1], "it learns"
+    learns = ("--resume", "--calibration", str(eval_text), "--calibration-tokens", "128")
+    record, rows = run(tiny_model, eval_text, tmp_path, *wanted, *learns)
+    assert rows[0] == first[0] and "failed" not in rows[1]
+    assert record["settings"]["calibration_tokens"] == 128
+    _, [anew] = run(tiny_model, eval_text, tmp_path, "--rows", "weights:nf4-g64", "--resume")
+    assert anew["name"] == "nf4-g64", "not the other way round: a row that learnt is not kept"
+
+
 @pytest.mark.parametrize("option", ["--kv-passages", "--kv-long-passages"])
 def test_one_passage_is_refused(tiny_model, eval_text, capsys, option):
     arguments = ["quality-models", str(tiny_model), "--text", str(eval_text), option, "1"]
