@@ -1,5 +1,6 @@
 """What every test shares: a seed of its own, no network, few threads, the embedded model."""
 
+import gc
 import os
 import random
 import subprocess
@@ -53,6 +54,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         given = item.callspec.params if hasattr(item, "callspec") else {}
         if given.get("isa") in others:
             item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported and collected out of garbage collections.
+
+    Libraries and tests collect garbage hundreds of times, each time a second, if all of it is
+    looked at.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Let them go: nanobind calls what is left at the end a leak."""
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
