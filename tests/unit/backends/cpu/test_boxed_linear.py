@@ -389,10 +389,14 @@ def test_ten_thousand_calls_leak_nothing():
             for x in inputs:
                 directly(x, tensors, None, scheme)
 
+    def growth():
+        before = resident()
+        call(5000)
+        return resident() - before
+
     call(100)
-    before = resident()
-    call(5000)
-    assert resident() - before < 8 * 5000  # the smallest handle, lost at every second call
+    # Pages that were taken away come back while a large process runs; what leaks does so each time.
+    assert min(growth() for _ in range(4)) < 8 * 5000  # the smallest handle, lost at every second
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own, of make_dual
