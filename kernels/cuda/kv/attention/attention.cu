@@ -203,14 +203,12 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm)
   extern __shared__ __align__(128) char shared[];
   constexpr int tables = KeyTable::bytes + ValueTable::bytes;
   constexpr int ring_at = tables + Query::bytes + columns_of_block * int(sizeof(Staged));
-  constexpr int own_bytes = Step::ring_bytes, rotary_at = ring_at + warps * own_bytes;
+  constexpr int own_bytes = Plan::pipeline_depth * Step::bytes, rotary_at = ring_at + warps * own_bytes;
   char* const staged = shared + tables;
   if (__cvta_generic_to_shared(shared) != shared_begin) __trap();
   // The same in all lanes, and known to be: what is copied whole needs uniform addresses.
   const int lane = threadIdx.x % 32, warp = __shfl_sync(0xffffffff, int(threadIdx.x) / 32, 0);
-  const auto known_by = [&](int lane) {  // of its first column
-    return reinterpret_cast<const Staged*>(staged + Query::bytes) + lane % 4 * (Plan::paired ? 1 : 2);
-  };
+  const Staged* const known = reinterpret_cast<const Staged*>(staged + Query::bytes) + lane % 4 * (Plan::paired ? 1 : 2);
   const int group = quotient(blockIdx.x, a.inverse_splits), split = blockIdx.x - group * a.splits;
   const int heads = quotient(group, a.inverse_across), first_column = (group - heads * a.across) * queries_of_block;
   const int row = quotient(heads, a.inverse_heads), kv_head = heads - row * a.kv_heads;
@@ -228,21 +226,15 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm)
   };
   if (early && warp < warps / 2) fill(Plan::threads / 2);
   const uint32_t ring = shared_begin + ring_at + warp * own_bytes;
-  Step::begin(cache_rows, ring, lane);
+  Step::begin(ring, lane);
 
   if (warp == warps - 1) Query::prefetch(a, row, kv_head, lane), Rotary::prefetch(a, row, kv_head, lane);
   if (!a.length) {  // about what this warp will copy first
     const int steps = (a.coded + tokens_of_step - 1) / tokens_of_step;
     const int first = steps >= a.splits * warps ? quotient(steps * split, a.inverse_splits) : split * warps;
-    for (int i = 0; i < Plan::pipeline_depth; ++i) Step::prefetch(ring, (first + warp + i * warps) * tokens_of_step, a.coded, lane);
+    for (int i = 0; i < Plan::pipeline_depth; ++i) Step::prefetch(cache_rows, (first + warp + i * warps) * tokens_of_step, a.coded, lane);
   }
-  // Warps of the second half read what is stored as floats, those of the first prepare what codes need, if they can:
-  //
-  //     0 ..   queries and tables   .. half ..   the rotary mean   .. ready ..   floats   .. warps
-  constexpr int half = warps / 2, eighth = at_least(warps / 8, 1);
-  Query::Loads loads(a, row, kv_head, first_column, lane, warp);
   wait_for_grids();
-  if constexpr (Query::Loads::early) loads.begin(lane);
   let_next_grid_begin();
   const Tokens tokens(a, row);
   const int coded_end = tokens.end(a, a.queries - 1), steps = (coded_end + tokens_of_step - 1) / tokens_of_step;
@@ -258,11 +250,15 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm)
   const auto ask = [&] {
 #pragma unroll
     for (int i = 0; i < Plan::pipeline_depth - 1; ++i) {
-      if (at + i * warps < end) Step::copy(cache_rows, (at + i * warps) * tokens_of_step, ring, ring + i * Step::bytes, lane);
+      if (at + i * warps < end) Step::copy(cache_rows, (at + i * warps) * tokens_of_step, ring + i * Step::bytes, lane);
       Step::commit();
     }
   };
 
+  // Warps of the second half read what is stored as floats, those of the first prepare what codes need, if they can:
+  //
+  //     0 ..   queries and tables   .. half ..   the rotary mean   .. ready ..   floats   .. warps
+  constexpr int half = warps / 2, eighth = at_least(warps / 8, 1);
   const int near = tokens.near(a, 0), sink_tiles = (a.sinks + 15) / 16;
   const int float_tiles = sink_tiles + (tokens.total - near + 15) / 16;
   const auto free = [&](int count) { return split + active * (warps - count) >= float_tiles; };  // of the first `count` warps, none reads any
@@ -275,7 +271,7 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm)
       if (free(count)) ready = count;
   }
   if (steps > 0 && warp < others)
-    Query::stage(a, tokens, row, kv_head, first_column, staged, others, loads, [&] {
+    Query::stage(a, tokens, row, kv_head, first_column, staged, others, [&] {
       ask();
       if (!early) fill(32 * others);
     });
@@ -289,8 +285,8 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm)
     for (int tile = first_float; tile < float_tiles; tile += active * warps)
       add_floats(a, tokens, row, kv_head, first_column, tile < sink_tiles,
                  tile < sink_tiles ? tile * 16 : near + (tile - sink_tiles) * 16, state);
-    if (Values::block > 1 && steps > 0) state.rotate(lane_again<false>());
-    unswizzle(state, lane_again<false>());
+    if (Values::block > 1 && steps > 0) state.rotate(lane);
+    unswizzle(state, lane);
     if constexpr (Values::integers) state.to_integers();
   }
   if (Keys::learned || Values::learned) wait_for_all_copies();
@@ -302,11 +298,9 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm)
     asm volatile("bar.sync 2, %0;" ::"n"(Plan::threads) : "memory");
   }
 
-  const bool busy = first_float < float_tiles || begin + warp < end;
   const auto attend = [&](auto& sums) {
     using Sums = typename Referred<decltype(sums)>::Type;
     if (at >= end) return;
-    const int lane = lane_again<false>();
     // Made again: the registers were needed.
     int same_head = kv_head;
     asm volatile("" : "+r"(same_head));
@@ -316,13 +310,13 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm)
     const ValueTable value_table(a.values.codebook, same_head, lane);
     Query query(staged, lane);
     // The mean of the keys adds the same to all: until the end, it is left out.
-    const auto shift = [&](const Staged* known, float sign) {
+    const auto shift = [&](float sign) {
 #pragma unroll
       for (int n = 0; n < Plan::query_tiles; ++n)
         if (!Plan::softcapped) sums.shift(n, sign * known[n * 8].shift, sign * known[n * 8 + 1].shift);
     };
-    shift(known_by(lane), -1.0f);
-    const Scores scores = {uint32_t(__cvta_generic_to_shared(known_by(lane))), a.sinks ? tokens.start + a.sinks : 0,
+    shift(-1.0f);
+    const Scores scores = {uint32_t(__cvta_generic_to_shared(known)), a.sinks ? tokens.start + a.sinks : 0,
                            tokens.end(a, 0)};
     const Rotary rotary(shared_begin + rotary_at, warp);
     if constexpr (Plan::rotary > 0) rotary.begin(lane);
@@ -331,7 +325,7 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm)
       __syncwarp();  // the slot of the step before is free
       const int first = at * tokens_of_step;
       if (at + (Plan::pipeline_depth - 1) * warps < end)
-        Step::copy(cache_rows, first + (Plan::pipeline_depth - 1) * warps * tokens_of_step, ring, free, lane);
+        Step::copy(cache_rows, first + (Plan::pipeline_depth - 1) * warps * tokens_of_step, free, lane);
       Step::commit();
       if constexpr (Plan::rotary > 0)
         if (step % Rotary::steps == 0 && rotary.find(rotary_of<Arguments>(a), first, lane)) query = Query(staged, lane);
@@ -358,10 +352,11 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm)
       slot += Step::bytes;
       if (slot == ring + Plan::pipeline_depth * Step::bytes) slot = ring;
     }
-    shift(known_by(lane_again()), 1.0f);
+    shift(1.0f);
   };
+  const auto busy = [&] { return first_float < float_tiles || begin + warp < end; };
   if constexpr (Plan::paired) {
-    if (busy) {
+    if (busy()) {
       Paired paired(state, lane);
       attend(paired);
       paired.leave(state, lane);
@@ -376,7 +371,7 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm)
     reduce_columns(state);
   }
   if constexpr (Values::integers)
-    if (busy) state.from_integers();
-  Step::end(ring, lane_again<false>());  // the results of the warps overwrite their buffers
-  finish(a, state, shared, row, kv_head, first_column, group, active, busy, Values::block > 1 && steps > 0);
+    if (busy()) state.from_integers();
+  Step::end(ring, lane);  // the results of the warps overwrite their buffers
+  finish(a, state, shared, row, kv_head, first_column, group, split, active, busy(), Values::block > 1 && steps > 0);
 }

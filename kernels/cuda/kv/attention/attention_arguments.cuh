@@ -59,13 +59,5 @@ struct Arguments {
   float softcap;  // c log2 e
 };
 
-// The number of this thread, read again, so that no register is kept for it: always, or with learned codebooks.
-template <bool Always = true> __device__ inline int thread_again() {
-  int thread = threadIdx.x;
-  if constexpr (Always || Plan::key_learned || Plan::value_learned) asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  return thread;
-}
-template <bool Always = true> __device__ inline int lane_again() { return thread_again<Always>() % 32; }
-
 // x / d with 2^32 / d, rounded up, for small numbers: a division costs as much as a trip to memory.
 __device__ inline uint32_t quotient(uint32_t x, uint32_t inverse) { return inverse ? __umulhi(x, inverse) : x; }
