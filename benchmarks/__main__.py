@@ -15,6 +15,7 @@ from hf_vq.errors import VQError
 from hf_vq.evaluation.record import Recorder, command_line
 
 from . import stale, suites
+from .cpu import models as cpu_models
 from .cuda import generate_kv, tune
 from .fine_tuning import suite as fine_tuning
 from .quality.models import command as quality_models
@@ -87,6 +88,7 @@ def build_parser() -> argparse.ArgumentParser:
         suite.set_defaults(parser=suite)
     quality_models.add_verb(verbs)
     fine_tuning.add_verb(verbs)
+    cpu_models.add_verb(verbs)
     tuning = verbs.add_parser("cuda-tune", help=(tune.__doc__ or "").splitlines()[0])
     tuning.add_argument("--tokens", type=int, nargs="+", default=list(tune.TOKENS))
     tuning.add_argument("--schemes", nargs="+", default=list(tune.SCHEMES), metavar="SCHEME")
@@ -115,6 +117,8 @@ def main(argv: list[str] | None = None) -> int:
             return quality_models.measure(args)
         if args.suite == fine_tuning.NAME:
             return fine_tuning.measure(args)
+        if args.suite == cpu_models.NAME:
+            return cpu_models.measure(args)
         if args.suite == "cuda-tune":
             return _tune(args)
         if args.suite == "stale":

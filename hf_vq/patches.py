@@ -101,9 +101,10 @@ TABLE = (
     ),
     Patch(
         "transformers.generation.utils:GenerationMixin._sample",
-        "hf_vq.hf.cuda_graphs:late_in_captured",
-        (CAPTURE,),
-        "that check is not told which model generates",
+        "hf_vq.hf.generation:around_the_loop",
+        (CACHE, BACKEND, CAPTURE),
+        "that check is not told which model generates, and a decoding step on a CPU whether code "
+        "of the user's runs between two tokens and may change the model",
     ),
     Patch(
         "transformers.modeling_utils:PreTrainedModel.save_pretrained",

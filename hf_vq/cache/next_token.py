@@ -146,45 +146,53 @@ class Places:
 
     def __init__(self, layer: VQCacheLayer) -> None:
         k, v = layer.k, layer.v
-        self.layer, self.mean, self.smoothing, self.sinks = layer, k.mean, k.smoothing, k.sinks
-        self.k_tail, self.v_tail = k.tail.data, v.tail.data
-        self.k_codes, self.v_codes = k.codes.data, v.codes.data
-        self.room, self.code_room = self.k_tail.shape[2], k.codes.scale.shape[2]
-        limit = layer.options.max_cache_len
-        self.end = 0 if False in layer._frozen else layer.length + self.room
-        self.end = self.end if limit is None else min(self.end, limit)
+        self.layer = layer
+        self.parts = k.tail, v.tail, k.codes, v.codes
+        self.memories = k.tail.data, v.tail.data, k.codes.data, v.codes.data
+        self.fixed = k.mean, k.smoothing, k.sinks
+        self.code_room = k.codes.scale.shape[2]
+        # First length at which `update` or another memory takes the token.
+        self.end = layer.length + self.memories[0].shape[2] - k.tail.end
+        if False in layer._frozen:  # the first token that becomes a code decides the means
+            self.end = min(self.end, layer.window + layer.coded)
+        if layer.options.max_cache_len is not None:
+            self.end = min(self.end, layer.options.max_cache_len)
         self.length, self.counts = layer.length, self._counted()
 
     def _counted(self) -> tuple[int, ...]:
         """Where the floats and codes of the layer begin and end."""
-        k, v = self.layer.k, self.layer.v
-        parts = k.tail, v.tail, k.codes, v.codes
-        return tuple(n for part in parts for n in (part.begin, part.end))
+        k_tail, v_tail, k_codes, v_codes = self.parts
+        return (
+            k_tail.begin, k_tail.end, v_tail.begin, v_tail.end,
+            k_codes.begin, k_codes.end, v_codes.begin, v_codes.end,
+        )  # fmt: skip
 
     def hold(self) -> bool:
         """Whether the next token may go there, as the last one did."""
         layer, k, v = self.layer, self.layer.k, self.layer.v
-        k_tail, k_codes = k.tail, k.codes
+        k_tail, v_tail, k_codes, v_codes = self.parts
+        k_floats, v_floats, k_bytes, v_bytes = self.memories
+        mean, smoothing, sinks = self.fixed
         return (
             layer.length == self.length < self.end and self._counted() == self.counts
-            and k_tail.end < self.room and k_codes.end < self.code_room
-            and k_tail.data is self.k_tail and v.tail.data is self.v_tail
-            and k_codes.data is self.k_codes and v.codes.data is self.v_codes
-            and k.mean is self.mean and k.smoothing is self.smoothing and k.sinks is self.sinks
+            and k_codes.end < self.code_room
+            and k.tail is k_tail and v.tail is v_tail and k.codes is k_codes and v.codes is v_codes
+            and k_tail.data is k_floats and v_tail.data is v_floats
+            and k_codes.data is k_bytes and v_codes.data is v_bytes
+            and k.mean is mean and k.smoothing is smoothing and k.sinks is sinks
             and not layer.record_past
         )  # fmt: skip
 
     def advance(self) -> bool:
         """Count a token that was written; False: the library counts what leaves the window."""
         layer = self.layer
-        k, v = layer.k, layer.v
-        k_tail, v_tail, k_codes = k.tail, v.tail, k.codes
+        k_tail, v_tail, k_codes, v_codes = self.parts
         layer.length = self.length = length = self.length + 1
         k_tail.end += 1
         v_tail.end += 1
         if length - layer.window > layer.first_code + k_codes.end - k_codes.begin:
             k_codes.end += 1
-            v.codes.end += 1
+            v_codes.end += 1
             _look_at_newest(layer)
         gone = k_tail.end - k_tail.begin - layer.tail_length
         if gone > 0:

@@ -17,13 +17,12 @@ And the host reads a token while the GPU already computes the next one (`reading
 
 from __future__ import annotations
 
-import functools
 import inspect
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -94,19 +93,15 @@ def _get_compiled_call(model: PreTrainedModel, compile_config: Any) -> Step:
     return compiled if captured is None else _Decoding(captured, compiled)
 
 
-def late_in_captured(before: Any) -> Any:
-    """`GenerationMixin._sample`, the loop over tokens, which says whether a captured model runs."""
-
-    @functools.wraps(before)
-    def sample(self: Any, *args: Any, **kwargs: Any) -> Any:
-        outer = getattr(_thread, "is_late", False)
-        _thread.is_late = self.__dict__.get(_ATTRIBUTE) is not None  # a copy's is None
-        try:
-            return before(self, *args, **kwargs)
-        finally:
-            _thread.is_late = outer
-
-    return sample
+@contextmanager
+def loop(model: Any) -> Iterator[None]:
+    """The loop over tokens of one `generate`: whether `reading_late` is for it."""
+    outer = getattr(_thread, "is_late", False)
+    _thread.is_late = model.__dict__.get(_ATTRIBUTE) is not None  # a copy's is None
+    try:
+        yield
+    finally:
+        _thread.is_late = outer
 
 
 def reading_late(before: Any) -> Any:

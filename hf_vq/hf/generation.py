@@ -1,11 +1,12 @@
-"""Support of `model.generate` for a `VQCache`: two entries of `patches.TABLE`.
+"""Support of `model.generate` for a `VQCache`: three entries of `patches.TABLE`.
 
 - `QuantizedCache`, so that `cache_implementation="quantized", cache_config={"backend": "vq"}` makes
   a `VQCache` (also from a saved generation_config.json); other backends are untouched;
 - `GenerationMixin._prepare_cache_for_generation` is followed by `VQCache.expect_prompt`, so that
   the cache knows the left padding and where the prompt ends, by `VQCache.stop_past_recording`:
   an earlier assisted generation left the recording on, and by `VQCache.decide`: a cache with
-  `max_cache_len` is compiled where generate can.
+  `max_cache_len` is compiled where generate can;
+- `GenerationMixin._sample`, the loop over tokens, which says what may happen between two of them.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 from transformers.cache_utils import EncoderDecoderCache, QuantizedCache
-from transformers.generation import GenerationMode
+from transformers.generation import GenerationMode, PrefixConstrainedLogitsProcessor
+from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
 from .. import patches
 from ..cache import VQCache
 from ..cache.argument import CACHE
 from ..errors import VQCacheError
-from . import step
+from . import cuda_graphs, step
 
 BACKEND = "vq"
 _OPTIONS = [
@@ -105,6 +107,35 @@ def tell_the_prompt(prepare: Any) -> Any:
         return result
 
     return wrapped
+
+
+def around_the_loop(sample: Any) -> Any:
+    """`GenerationMixin._sample`: captured models and decoding steps know that they are in it."""
+
+    @functools.wraps(sample)
+    def wrapped(self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        own = not args and not any(map(_calls_users_code, _called_between_tokens(kwargs)))
+        with cuda_graphs.loop(self), step.loop(self, own):
+            return sample(self, input_ids, *args, **kwargs)
+
+    return wrapped
+
+
+def _called_between_tokens(options: dict[str, Any]) -> list[Any]:
+    """The processors, criteria and streamer of a loop."""
+    streamer = options.get("streamer")
+    return [
+        *options.get("logits_processor", ()), *options.get("stopping_criteria", ()),
+        *([] if streamer is None else [streamer]),
+    ]  # fmt: skip
+
+
+def _calls_users_code(called: Any) -> bool:
+    """True unless it is of Transformers, and has no function of the user's."""
+    kind = type(called)
+    return not kind.__module__.startswith("transformers.") or kind in (
+        PrefixConstrainedLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor,
+    )  # fmt: skip
 
 
 def _new_tokens(generation_config: Any, model_kwargs: dict[str, Any]) -> int:

@@ -8,7 +8,7 @@
 #pragma once
 #include <stdint.h>
 
-#define HF_VQ_ABI_VERSION 11
+#define HF_VQ_ABI_VERSION 12
 
 #if defined(_WIN32)
 #define HF_VQ_API extern "C" __declspec(dllexport)
@@ -85,6 +85,17 @@ HF_VQ_API int hf_vq_decode(const hf_vq_matrix* w, int64_t first, int64_t rows, v
 HF_VQ_API int hf_vq_rotate(const hf_vq_matrix* w, const void* x, int dtype, int64_t rows, void* rotated,
                            int rotated_dtype);
 
+// Which entries may be the nearest to a vector of 1 or 2 numbers: kernels/cpu/weight/cells.h draws it.
+#define HF_VQ_CELLS 4096
+#define HF_VQ_MOST_NEAR 32
+#define HF_VQ_NEAR_LANES 16
+typedef struct hf_vq_cells {
+  const uint8_t* near;       // [HF_VQ_CELLS, count] entries
+  const float* numbers;      // of these entries, and -|entry|^2 / 2: [HF_VQ_CELLS, x + 1, HF_VQ_NEAR_LANES]; NULL = not kept
+  int32_t count;             // up to HF_VQ_MOST_NEAR
+  float reach;               // cells divide [-reach, reach]^x
+} hf_vq_cells;
+
 // Rows of a weight that are rotated already, and the codebook that they get.
 typedef struct hf_vq_rows {
   const float* rows;         // [n, in]
@@ -92,10 +103,18 @@ typedef struct hf_vq_rows {
   int64_t n, in;
   int64_t group;             // numbers of a row that share a scale
   int32_t x, entries;        // 1, 2 or 4 numbers; up to 256 entries
+  const hf_vq_cells* tried;  // of groups whose root mean square is 1, under all factors; NULL = all entries are compared
+  const hf_vq_cells* nearest;  // of groups whose scale is 1, with numbers; NULL likewise
 } hf_vq_rows;
 
-// HF_VQ_OK if the two functions below take such rows; its pointers are not read.
+// HF_VQ_OK if the functions below take such rows; its pointers are not read.
 HF_VQ_API int hf_vq_rows_supported(const hf_vq_rows* w);
+
+// The cells of a codebook and of factors above 0, in `near` [HF_VQ_CELLS * HF_VQ_MOST_NEAR] and `numbers` [HF_VQ_CELLS *
+// (x + 1) * HF_VQ_NEAR_LANES]; NULL = no numbers. HF_VQ_UNSUPPORTED if entries have 4 numbers, or if too many may be the
+// nearest: more than HF_VQ_MOST_NEAR, with numbers HF_VQ_NEAR_LANES.
+HF_VQ_API int hf_vq_make_cells(const hf_vq_rows* w, const float* factors, int count, uint8_t* near, float* numbers,
+                               hf_vq_cells* cells);
 
 // codes [n, in / x] and fp16 scales [n, in / group]: of each group the scale of the least squared error among its root
 // mean square times each of `factors`. With `refit`, scale and codes are fitted to each other once more.

@@ -14,6 +14,7 @@ struct Kernels {
   int (*decode)(const hf_vq_matrix*, int64_t, int64_t, void*, int);
   int (*rotate)(const hf_vq_matrix*, const void*, int, int64_t, void*, int);
   int (*rows_supported)(const hf_vq_rows*);
+  int (*make_cells)(const hf_vq_rows*, const float*, int, uint8_t*, float*, hf_vq_cells*);
   int (*encode_weight)(const hf_vq_rows*, const float*, int, int, uint8_t*, uint16_t*);
   int (*round_weight)(const hf_vq_rows*, const float*, const float*, int64_t, uint8_t*);
   int (*vptq_supports)(const hf_vq_vptq*);

@@ -295,7 +295,7 @@ VQHfQuantizer(hf_vq.VQConfig()); print(names())
 
 @pytest.mark.slow
 def test_each_event_makes_what_it_needs(run_python):
-    cache = ["_prepare_cache_for_generation", "get_interface"]
+    cache = ["_prepare_cache_for_generation", "_sample", "get_interface"]
     backend = ["QuantizedCache", *cache, "init_continuous_batching"]
     saving = ["num_parameters", "push_to_hub", "resize_token_embeddings", "save_pretrained"]
     config = ["LOADING_ATTRIBUTES_CONFIG_TYPES", *saving]

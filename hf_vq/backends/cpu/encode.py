@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -13,20 +14,35 @@ from ...ops.library import parse
 from ...ops.reference.encode_weight import packed
 from . import library as native
 
+_CELLS, _MOST_NEAR, _NEAR_LANES = 4096, 32, 16  # HF_VQ_CELLS and others of api.h
 
-class _Rows(ctypes.Structure):
+
+class Cells(ctypes.Structure):
+    """struct hf_vq_cells of api.h."""
+
+    _fields_ = [
+        ("near", ctypes.c_void_p),
+        ("numbers", ctypes.c_void_p),
+        ("count", ctypes.c_int32),
+        ("reach", ctypes.c_float),
+    ]
+    memory: tuple[Tensor, Tensor]  # of `near` and `numbers`
+
+
+class Rows(ctypes.Structure):
     """struct hf_vq_rows of api.h."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("rows", "codebook")),
         *((name, ctypes.c_int64) for name in ("n", "in_features", "group")),
         *((name, ctypes.c_int32) for name in ("x", "entries")),
+        *((name, ctypes.c_void_p) for name in ("tried", "nearest")),
     ]
 
 
-def _rows(scheme: VQScheme, in_features: int, count: int = 0, *addresses: int) -> _Rows:
+def _rows(scheme: VQScheme, in_features: int, count: int = 0, *addresses: int | None) -> Rows:
     group, (rows, codebook) = scheme.group(in_features), addresses or (0, 0)
-    return _Rows(
+    return Rows(
         rows, codebook, count, in_features, group, scheme.vector_size, 1 << scheme.entry_bits
     )
 
@@ -43,6 +59,47 @@ def supports(problem: EncodeWeightProblem | RoundWeightProblem) -> str | None:
     return None
 
 
+@lru_cache(maxsize=16)
+def _cells(book: bytes, vector_size: int, factors: tuple[float, ...]) -> Cells | None:
+    """Which entries of a codebook may be the nearest, by place; None if too many may.
+
+    Args:
+        book: fp16 [entries, vector_size].
+        factors: of the scales that are tried; none = the scale is known.
+    """
+    library, entries = native.load(), torch.frombuffer(bytearray(book), dtype=torch.float16)
+    assert library is not None
+    described = Rows(
+        None, entries.data_ptr(), 0, vector_size, vector_size, vector_size,
+        len(entries) // vector_size,
+    )  # fmt: skip
+    cells, lanes = Cells(), 0 if factors else _NEAR_LANES
+    tried = factors or (1.0,)
+    cells.memory = near, numbers = (
+        torch.empty(_CELLS * _MOST_NEAR, dtype=torch.uint8),
+        torch.empty(_CELLS * (vector_size + 1) * lanes),
+    )
+    status = library.hf_vq_make_cells(
+        ctypes.byref(described), (ctypes.c_float * len(tried))(*tried), len(tried),
+        near.data_ptr(), numbers.data_ptr() if lanes else None, ctypes.byref(cells),
+    )  # fmt: skip
+    return cells if status == native.OK else None
+
+
+def _look_near(described: Rows, book: Tensor, factors: tuple[float, ...]) -> list[Cells]:
+    """Let a search compare what is near, where that is known; keep the result while it runs."""
+    kept, size = [], described.x
+    if size <= 2 and described.n:
+        stored = book.numpy().tobytes()
+        wanted = [("nearest", ())] + ([("tried", factors)] if len(factors) > 1 else [])
+        for field, tried in wanted:
+            cells = _cells(stored, size, tried)
+            if cells is not None:
+                setattr(described, field, ctypes.addressof(cells))
+                kept.append(cells)
+    return kept
+
+
 def encode_weight(
     rows: Tensor, codebook: Tensor, scheme: VQScheme, factors: tuple[float, ...], refit: bool
 ) -> tuple[Tensor, Tensor]:
@@ -54,10 +111,12 @@ def encode_weight(
     codes = rows.new_empty(n, length // scheme.vector_size, dtype=torch.uint8)
     scale = rows.new_empty(n, length // scheme.group(length), dtype=torch.float16)
     described = _rows(scheme, length, n, rows.data_ptr(), book.data_ptr())
+    kept = _look_near(described, book, factors)
     tried = (ctypes.c_float * len(factors))(*factors)
     status = library.hf_vq_encode_weight(
         ctypes.byref(described), tried, len(factors), int(refit), codes.data_ptr(), scale.data_ptr()
     )
+    del kept
     native.check(status, "encode_weight")
     return packed(codes[..., None], scheme), scale
 
@@ -73,10 +132,12 @@ def round_weight(
     n, length = rows.shape
     codes = rows.new_empty(n, length // scheme.vector_size, dtype=torch.uint8)
     described = _rows(scheme, length, n, rows.data_ptr(), book.data_ptr())
+    kept = _look_near(described, book, ())
     status = library.hf_vq_round_weight(
         ctypes.byref(described), scale.data_ptr(), feedback.data_ptr(), feedback.shape[-1],
         codes.data_ptr(),
     )  # fmt: skip
+    del kept
     native.check(status, "round_weight")
     return codes[..., None]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from ... import env, paths
 from ...errors import VQBackendError
 
-ABI_VERSION = 11  # HF_VQ_ABI_VERSION of the api.h that this module was written for
+ABI_VERSION = 12  # HF_VQ_ABI_VERSION of the api.h that this module was written for
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.bool: 3}
 """torch dtype -> enum hf_vq_dtype."""
@@ -67,6 +67,7 @@ def _declare(library: ctypes.CDLL) -> None:
         ("decode", number, [pointer, size, size, pointer, number]),
         ("rotate", number, [pointer, pointer, number, size, pointer, number]),
         ("rows_supported", number, [pointer]),
+        ("make_cells", number, [pointer, pointer, number, pointer, pointer, pointer]),
         ("encode_weight", number, [pointer, pointer, number, number, pointer, pointer]),
         ("round_weight", number, [pointer, pointer, pointer, size, pointer]),
         ("vptq_supports", number, [pointer]),

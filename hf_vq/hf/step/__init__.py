@@ -6,6 +6,6 @@ snapshot   whether the model is still the one that was traced
 run        a program on a user's cache, else the model itself
 """
 
-from .run import install, when, why_not
+from .run import install, loop, when, why_not
 
-__all__ = ["install", "when", "why_not"]
+__all__ = ["install", "loop", "when", "why_not"]

@@ -11,6 +11,8 @@ import inspect
 import threading
 import weakref
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -126,6 +128,25 @@ def install(model: PreTrainedModel, cache: VQCache, new: int) -> None:
         steps.begin(cache, pays)
 
 
+@contextmanager
+def loop(model: PreTrainedModel, alone: bool) -> Iterator[None]:
+    """The loop over tokens of one `generate`.
+
+    Args:
+        alone: no code of the user's runs between two tokens, so the model is compared once.
+    """
+    steps = model.__dict__.get(_ATTRIBUTE)
+    if steps is None or not alone:
+        yield
+        return
+    steps.alone.add(threading.get_ident())
+    try:
+        yield
+    finally:
+        steps.alone.discard(threading.get_ident())
+        steps.compared.discard(threading.get_ident())
+
+
 def when() -> str:
     """When the decoding steps of a model run as programs."""
     wanted = env.NATIVE_STEP.get()
@@ -201,6 +222,8 @@ class _Steps:
         self.long: weakref.WeakSet[VQCache] = weakref.WeakSet()  # caches of calls that pay for it
         self.requested = 0  # tokens, by all calls of `generate`
         self.changes = 0  # programs in a row that a change of the model ended before they paid
+        self.alone: set[int] = set()  # threads in whose loops nobody changes the model,
+        self.compared: set[int] = set()  # and those of them that have compared it
 
     def __reduce__(self) -> Any:
         """A copy of a model, or one from a file, is traced anew."""
@@ -218,8 +241,11 @@ class _Steps:
         key = _kind_of(model, cache)
         if key in self.refused:
             return None
-        if self.found:
+        thread = threading.get_ident()
+        if self.found and thread not in self.compared:
             self._compare(model)
+            if thread in self.alone:
+                self.compared.add(thread)
         found = self.found.get(key)
         if found is None:
             found = _CHANGING if self.changes > _CHANGES else self.find(model, cache)

@@ -161,6 +161,11 @@ int hf_vq_rotate(const hf_vq_matrix* w, const void* x, int dtype, int64_t rows, 
 
 int hf_vq_rows_supported(const hf_vq_rows* w) { return hf_vq::kernels().rows_supported(w); }
 
+int hf_vq_make_cells(const hf_vq_rows* w, const float* factors, int count, uint8_t* near, float* numbers,
+                     hf_vq_cells* cells) {
+  return hf_vq::kernels().make_cells(w, factors, count, near, numbers, cells);
+}
+
 int hf_vq_encode_weight(const hf_vq_rows* w, const float* factors, int count, int refit, uint8_t* codes,
                         uint16_t* scale) {
   return hf_vq::kernels().encode_weight(w, factors, count, refit, codes, scale);

@@ -41,10 +41,19 @@ inline void add_floats(const hf_vq_attention_step& step, const hf_vq_floats& key
     for (int r = 0; r < count; ++r) {
       if (!seen[r]) continue;
       const float* weight = p[r] + t;  // 0 for tokens from n on
-      for (int k = 0; k < 4; ++k) {
+      float* sum = rows[r].floats;
+      if (weight[0] != 0.0f && weight[1] != 0.0f && weight[2] != 0.0f && weight[3] != 0.0f) {
+        for (int i = 0; i < padded(value_dim); i += kFloats) {
+          Floats all = load(sum + i);
+          for (int k = 0; k < 4; ++k) all = fma(splat(weight[k]), load(token[k] + i), all);
+          store(sum + i, all);
+        }
+        continue;
+      }
+      for (int k = 0; k < 4; ++k) {  // what has no weight may be infinite
         if (weight[k] == 0.0f) continue;
         for (int i = 0; i < padded(value_dim); i += kFloats)
-          store(rows[r].floats + i, fma(splat(weight[k]), load(token[k] + i), load(rows[r].floats + i)));
+          store(sum + i, fma(splat(weight[k]), load(token[k] + i), load(sum + i)));
       }
     }
   }

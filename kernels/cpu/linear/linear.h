@@ -27,7 +27,6 @@ namespace {
 constexpr int kInputs = 4;            // inputs that one decoded vector is multiplied with
 constexpr int64_t kAhead = 8192;      // bytes between a read and its prefetch
 constexpr int64_t kRowsAhead = 16;    // rows between a read of scales and its prefetch
-constexpr int kStreams = 4;           // rows that one input is multiplied with at once, from as many places
 constexpr int64_t kStreamAhead = 2048;  // into the second cache: the first, with inputs in it, is small
 constexpr int64_t kPiece = 64 << 10;  // bytes of codes worth a thread
 
@@ -293,7 +292,7 @@ inline void compute_streams(const LinearCall& call, const BlockWork& work, int64
 // All inputs of rows first..last - 1, which share their tables.
 template <class Codes, bool OneSpan>
 inline void compute_rows(const LinearCall& call, const BlockWork& work, int64_t first, int64_t last) {
-  if (kWideLookup && call.inputs == 1 && call.passes == 1) {
+  if (kStreams > 1 && Codes::kStreamed && call.inputs == 1 && call.passes == 1) {
     const int64_t count = (last - first) / kStreams;
     compute_streams<Codes, OneSpan>(call, work, first, count);
     first += kStreams * count;

@@ -43,6 +43,12 @@ template <int X> inline void transpose_levels(const uint8_t* natural, int entrie
   }
 }
 
+// `dot` of one of M inputs. Without a bias the factors may change places: on AVX2 `dot` takes the absolute value of the
+// first one, which M inputs share if it is the level, and the rows of a stream if it is the number.
+template <int M> inline Ints dot_of(Ints acc, Bytes level, Bytes number) {
+  return M == 1 && kLevelBias == 0 ? dot(acc, number, level) : dot(acc, level, number);
+}
+
 // E entries of X components per table; `Sets` tables make vectors of Sets * X.
 template <int E, int X, int Bits, int Sets = 1> struct TableCodes {
   static constexpr int kParts = Bits == 4 ? 2 : 1;  // vectors of codes per step
@@ -50,6 +56,7 @@ template <int E, int X, int Bits, int Sets = 1> struct TableCodes {
   static constexpr bool kFine = false;
   static constexpr int kBlock = 8;  // rows for which a pass keeps its tables
   static constexpr bool kStepsFirst = X == 4;  // with several passes: they are short, so a pass covers all rows
+  static constexpr bool kStreamed = true;
   static constexpr int kSets = Sets;
   static constexpr int kStepBytes = kBytes * kParts * Bits / 8;
   static constexpr int kStepColumns = kBytes * kPlanes * Sets;
@@ -91,7 +98,7 @@ template <int E, int X, int Bits, int Sets = 1> struct TableCodes {
       lookup(book, code[part], entry);
       for (int c = 0; c < X; ++c)
         for (int m = 0; m < M; ++m)
-          sums[m] = dot(sums[m], entry[c], load_bytes(numbers + m * stride + (part * X + c) * kBytes));
+          sums[m] = dot_of<M>(sums[m], entry[c], load_bytes(numbers + m * stride + (part * X + c) * kBytes));
     }
   }
 };

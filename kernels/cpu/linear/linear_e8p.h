@@ -15,7 +15,7 @@ struct E8PCodes {
   static constexpr int kPlanes = 10, kSets = 1;
   static constexpr bool kFine = false;
   static constexpr int kBlock = 8;  // rows for which a pass keeps its tables
-  static constexpr bool kStepsFirst = false;
+  static constexpr bool kStepsFirst = false, kStreamed = kWideLookup;
   static constexpr int kStepBytes = 2 * kBytes;
   static constexpr int kStepColumns = 8 * kBytes;
   static constexpr int kTableBytes = 512 + 32 + 32;

@@ -36,7 +36,7 @@ template <int Bits> struct LevelCodes {
   static constexpr int kPlanes = 2, kSets = 1;  // nh, nl
   static constexpr bool kFine = true;
   static constexpr int kBlock = 8;  // rows for which a pass keeps its tables
-  static constexpr bool kStepsFirst = false;
+  static constexpr bool kStepsFirst = false, kStreamed = kWideLookup;
   static constexpr int kStepColumns = kBytes, kStepBytes = kBytes * Bits / 8;
   static constexpr int kTableBytes = 2 * kEntries;
   static constexpr int64_t kBookHalves = kEntries;

@@ -17,6 +17,7 @@ template <int X, int Bits> struct WordCodes {
   static constexpr bool kFine = false;
   static constexpr int kBlock = 32;  // rows for which a pass keeps its tables
   static constexpr bool kStepsFirst = false;
+  static constexpr bool kStreamed = kWideLookup || X == 4;  // of 2-vectors its loads are the bottleneck
   static constexpr int kStepColumns = kBytes, kStepCodes = kBytes / X;
   static constexpr int kStepBytes = kStepCodes * Bits / 8;
   static constexpr int kTableBytes = kPlaces * kEntries * 8;
@@ -48,7 +49,7 @@ template <int X, int Bits> struct WordCodes {
   // sums[m] += entries of the step's codes * numbers of input m
   template <int M> void dots(const uint8_t* codes, const uint8_t* numbers, int64_t stride, Ints (&sums)[M]) const {
     const Bytes level = Bits == 8 ? load_words<kEntries, X>(tables, codes) : load_words_12_bits(tables, codes);
-    for (int m = 0; m < M; ++m) sums[m] = dot(sums[m], level, load_bytes(numbers + m * stride));
+    for (int m = 0; m < M; ++m) sums[m] = dot_of<M>(sums[m], level, load_bytes(numbers + m * stride));
   }
 };
 

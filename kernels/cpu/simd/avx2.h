@@ -15,6 +15,7 @@ constexpr int kFloats = kBytes / 4;
 constexpr int kLevelBias = 0;
 constexpr int kWeightBits = 7;
 constexpr bool kWideLookup = false;
+constexpr int kStreams = 4;
 constexpr int kRegisters = 16;
 constexpr int kColumns = 16;
 
@@ -216,6 +217,7 @@ inline Floats operator+(Floats a, Floats b) { return {_mm256_add_ps(a.v, b.v)}; 
 inline Floats operator-(Floats a, Floats b) { return {_mm256_sub_ps(a.v, b.v)}; }
 inline Floats operator*(Floats a, Floats b) { return {_mm256_mul_ps(a.v, b.v)}; }
 inline Floats operator/(Floats a, Floats b) { return {_mm256_div_ps(a.v, b.v)}; }
+inline float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 inline Floats fma(Floats a, Floats b, Floats c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
 inline Floats max(Floats a, Floats b) { return {_mm256_max_ps(a.v, b.v)}; }
 inline Floats min(Floats a, Floats b) { return {_mm256_min_ps(a.v, b.v)}; }

@@ -16,6 +16,7 @@ constexpr int kFloats = kBytes / 4;
 constexpr int kLevelBias = 128;  // vpdpbusd multiplies unsigned entries with signed numbers
 constexpr int kWeightBits = 8;
 constexpr bool kWideLookup = true;
+constexpr int kStreams = 4;
 constexpr int kRegisters = 32;
 constexpr int kColumns = 16;
 
@@ -232,6 +233,7 @@ inline Floats operator+(Floats a, Floats b) { return {_mm512_add_ps(a.v, b.v)}; 
 inline Floats operator-(Floats a, Floats b) { return {_mm512_sub_ps(a.v, b.v)}; }
 inline Floats operator*(Floats a, Floats b) { return {_mm512_mul_ps(a.v, b.v)}; }
 inline Floats operator/(Floats a, Floats b) { return {_mm512_div_ps(a.v, b.v)}; }
+inline float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 inline Floats fma(Floats a, Floats b, Floats c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 inline Floats max(Floats a, Floats b) { return {_mm512_max_ps(a.v, b.v)}; }
 inline Floats min(Floats a, Floats b) { return {_mm512_min_ps(a.v, b.v)}; }

@@ -15,6 +15,7 @@ constexpr int kFloats = kBytes / 4;
 constexpr int kLevelBias = 0;
 constexpr int kWeightBits = 7;
 constexpr bool kWideLookup = false;
+constexpr int kStreams = 1;
 constexpr int kRegisters = 32;
 constexpr int kColumns = 16;
 
@@ -184,6 +185,7 @@ inline Floats operator+(Floats a, Floats b) { return {vaddq_f32(a.v, b.v)}; }
 inline Floats operator-(Floats a, Floats b) { return {vsubq_f32(a.v, b.v)}; }
 inline Floats operator*(Floats a, Floats b) { return {vmulq_f32(a.v, b.v)}; }
 inline Floats operator/(Floats a, Floats b) { return {vdivq_f32(a.v, b.v)}; }
+inline float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 inline Floats fma(Floats a, Floats b, Floats c) { return {vfmaq_f32(c.v, a.v, b.v)}; }
 inline Floats max(Floats a, Floats b) { return {vbslq_f32(vcgtq_f32(a.v, b.v), a.v, b.v)}; }
 inline Floats min(Floats a, Floats b) { return {vbslq_f32(vcltq_f32(a.v, b.v), a.v, b.v)}; }

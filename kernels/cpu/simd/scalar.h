@@ -28,6 +28,10 @@ constexpr int kWeightBits = 7;
 // True if lookup() in 256 entries is faster than loads from the L1 cache.
 constexpr bool kWideLookup = false;
 
+// Rows that one input is multiplied with at once, from as many places: they share what is done to the input, and a
+// processor fetches several streams faster than one.
+constexpr int kStreams = 1;
+
 // Vectors that fit into registers.
 constexpr int kRegisters = 16;
 // Columns that load_columns takes at once.
@@ -209,6 +213,7 @@ inline Floats operator-(Floats a, Floats b) { for (int i = 0; i < kFloats; ++i) 
 inline Floats operator*(Floats a, Floats b) { for (int i = 0; i < kFloats; ++i) a.v[i] *= b.v[i]; return a; }
 inline Floats operator/(Floats a, Floats b) { for (int i = 0; i < kFloats; ++i) a.v[i] /= b.v[i]; return a; }
 inline Floats fma(Floats a, Floats b, Floats c) { return a * b + c; }
+inline float fma(float a, float b, float c) { return a * b + c; }  // as one of its lanes
 inline Floats max(Floats a, Floats b) { for (int i = 0; i < kFloats; ++i) a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i]; return a; }
 inline Floats min(Floats a, Floats b) { for (int i = 0; i < kFloats; ++i) a.v[i] = a.v[i] < b.v[i] ? a.v[i] : b.v[i]; return a; }
 inline Floats sqrt(Floats a) { for (auto& x : a.v) x = __builtin_sqrtf(x); return a; }

@@ -5,16 +5,16 @@
 //     lane         r = 0 .. 63: a group, or a row in one block
 //     columns      number j of lane r is at [j kLanes + r], so that no step reduces across lanes
 //
-//     for every vector:   u = numbers / scale -> nearest entry b of all -> e = numbers - scale b
+//     for every vector:   u = numbers / scale -> nearest entry b -> e = numbers - scale b
 //     LDLQ:               numbers of later vectors j lose sum_i F_ij e_i; each adds up its sum when its turn comes, in
 //                         registers
 //
-// Bottleneck: comparing all entries, of a scale that is tried one multiplication for each, which takes less time than a
-// table of cells whose reads wait for each other.
+// Bottleneck: comparing entries, of a scale that is tried one multiplication for each. Vectors of 1 or 2 numbers compare
+// those of their cell (cells.h), one vector after the other, with scales as lanes; others compare all.
 #pragma once
 #include "../host/threads.h"
-#include "../kv/encode.h"
 #include "../primitives/scratch.h"
+#include "cells.h"
 
 namespace hf_vq {
 namespace {
@@ -69,6 +69,42 @@ template <int X> inline float* lane_of(float* u, int r, int c) {
   return u + (r / kv::kTogether * X + c) * kv::kTogether + r % kv::kTogether;
 }
 
+// The entry of the largest <u, b> - |b|^2 / 2, the first one of several; u's components are kTogether apart.
+template <int X> inline int nearest_of_all(const kv::Entries& entries, const float* u) {
+  float best = -kv::kInfinity;
+  int found = 0;
+  for (int e = 0; e < entries.count; ++e) {
+    float along = entries.bonus[e];
+    for (int c = 0; c < X; ++c) along = fma(u[c * kv::kTogether], entries.number[c][e], along);
+    if (along > best) {
+      best = along;
+      found = e;
+    }
+  }
+  return found;
+}
+
+// The same of those of u's cell, as lanes.
+template <int X> inline int nearest_of_cell(const kv::Entries& entries, const hf_vq_cells& cells, const float* u) {
+  constexpr int kVectors = HF_VQ_NEAR_LANES / kFloats;
+  const int place = place_of<X>(cells, u, kv::kTogether, 1.0f);
+  if (place < 0) return nearest_of_all<X>(entries, u);
+  const float* numbers = cells.numbers + int64_t(place) * (X + 1) * HF_VQ_NEAR_LANES;
+  const int used = (cells.count + kFloats - 1) / kFloats;
+  Floats along[kVectors], top = splat(-kv::kInfinity);
+  for (int i = 0; i < kVectors; ++i) {
+    if (i >= used) break;
+    along[i] = load(numbers + X * HF_VQ_NEAR_LANES + i * kFloats);
+    for (int c = 0; c < X; ++c)
+      along[i] = fma(splat(u[c * kv::kTogether]), load(numbers + c * HF_VQ_NEAR_LANES + i * kFloats), along[i]);
+    top = max(top, along[i]);
+  }
+  const Floats best = splat(largest(top));
+  int i = 0, lane = first_at_least(along[0], best);
+  while (lane >= kFloats && i + 1 < used) lane = first_at_least(along[++i], best);
+  return near(cells, place)[i * kFloats + lane % kFloats];
+}
+
 // u = columns / scale of one vector.
 template <int X> inline void divide(const float* columns, const float* scale, float* u) {
   for (int r = 0; r < kLanes; r += kFloats) {
@@ -77,8 +113,16 @@ template <int X> inline void divide(const float* columns, const float* scale, fl
   }
 }
 
-// The code of each lane of one vector.
-template <int X> inline void nearest(const kv::Entries& entries, float* u, uint8_t* code) {
+// The code of each lane of one vector: lanes 0..n - 1, and others that are not read.
+template <int X> inline void nearest(const Call& call, float* u, int n, uint8_t* code) {
+  const kv::Entries& entries = *call.entries;
+  if constexpr (X <= 2) {
+    if (call.w->nearest != nullptr && !entries.ascending) {
+      const hf_vq_cells cells = *call.w->nearest;  // codes might lie in it, for all that the compiler knows
+      for (int r = 0; r < n; ++r) code[r] = uint8_t(nearest_of_cell<X>(entries, cells, lane_of<X>(u, r, 0)));
+      return;
+    }
+  }
   for (int r = 0; r < kLanes; r += kChunkLanes) {
     const float* place[kChunk];
     uint8_t* found[kChunk];
@@ -129,6 +173,71 @@ inline void add_errors(const kv::Entries& entries, const float* columns, const f
   }
 }
 
+// The sums that add_errors adds up for one group under all factors: error[f] += .. for its vectors of X numbers, with
+// the entries of their cells.
+template <int X, int N>
+inline void add_errors_of_group(const Call& call, const float* group, float inverse, const Floats (&unit)[N],
+                                Floats (&error)[N]) {
+  const kv::Entries& entries = *call.entries;
+  const hf_vq_cells cells = *call.w->tried;
+  for (int64_t j = 0; j < call.w->group; j += X) {
+    const int place = place_of<X>(cells, group + j, 1, inverse);
+    const uint8_t* list = near(cells, place < 0 ? 0 : place);
+    Floats vector[X], top[N], norm = splat(0.0f);
+    for (int c = 0; c < X; ++c) {
+      vector[c] = splat(group[j + c]);
+      norm = fma(vector[c], vector[c], norm);
+    }
+    for (Floats& each : top) each = splat(X == 1 ? kv::kInfinity : -kv::kInfinity);
+    const int count = place < 0 ? entries.count : cells.count;
+    for (int k = 0; k < count; ++k) {
+      const int e = place < 0 ? k : list[k];
+      if constexpr (X == 1) {
+        const Floats b = splat(-entries.number[0][e]);
+        for (int i = 0; i < N; ++i) {
+          const Floats apart = fma(unit[i], b, vector[0]);
+          top[i] = min(apart * apart, top[i]);
+        }
+      } else {
+        Floats along = splat(0.0f);
+        for (int c = 0; c < X; ++c) along = fma(vector[c], splat(entries.number[c][e]), along);
+        for (int i = 0; i < N; ++i) top[i] = max(fma(unit[i], splat(entries.bonus[e]), along), top[i]);
+      }
+    }
+    for (int i = 0; i < N; ++i)
+      error[i] = error[i] + (X == 1 ? top[i] : max(fma(splat(-2.0f) * unit[i], top[i], norm), splat(0.0f)));
+  }
+}
+
+// The scale of a group with the least error among its root mean square times each factor.
+template <int X, int N> inline float search_group(const Call& call, const float* group, float rms) {
+  alignas(64) float tried[N * kFloats], error[N * kFloats];
+  for (int f = 0; f < N * kFloats; ++f) tried[f] = rms * call.factors[f < call.count ? f : call.count - 1];
+  Floats unit[N], sum[N];
+  for (int i = 0; i < N; ++i) {
+    unit[i] = load(tried + i * kFloats);
+    sum[i] = splat(0.0f);
+  }
+  add_errors_of_group<X, N>(call, group, rms > kv::kSmallest ? 1.0f / rms : 0.0f, unit, sum);
+  for (int i = 0; i < N; ++i) store(error + i * kFloats, sum[i]);
+  float best = kv::kInfinity, scale = rms;
+  for (int f = 0; f < call.count; ++f) {
+    scale = error[f] < best ? tried[f] : scale;
+    best = error[f] < best ? error[f] : best;
+  }
+  return scale;
+}
+
+constexpr int kFactors = 16;  // that are searched by cells, at most
+
+// search_group of `n` groups: their root mean squares become scales.
+template <int X> inline void search_groups(const Call& call, const float* const* rows, int n, float* scale) {
+  for (int r = 0; r < n; ++r)
+    scale[r] = call.count <= kFloats       ? search_group<X, 1>(call, rows[r], scale[r])
+               : call.count <= 2 * kFloats ? search_group<X, 2>(call, rows[r], scale[r])
+                                           : search_group<X, kFactors / kFloats>(call, rows[r], scale[r]);
+}
+
 // fp16 and back: a scale as it is stored.
 inline void round_scale(float* scale) {
   uint16_t half[kLanes];
@@ -139,7 +248,8 @@ inline void round_scale(float* scale) {
 }
 
 // The root mean square of each lane's group, times the factor of the least error.
-template <int X> inline void search(const Call& call, const float* columns, float* scale) {
+template <int X>
+inline void search(const Call& call, const float* const* rows, int n, const float* columns, float* scale) {
   const int64_t group = call.w->group;
   alignas(64) float rms[kLanes], best[kLanes], tried[kTried * kLanes], error[kTried * kLanes];
   for (int r = 0; r < kLanes; r += kFloats) {
@@ -151,6 +261,13 @@ template <int X> inline void search(const Call& call, const float* columns, floa
     store(rms + r, sqrt(energy / splat(float(group))));
     store(best + r, splat(kv::kInfinity));
     store(scale + r, call.count > 1 ? load(rms + r) : load(rms + r) * splat(call.factors[0]));
+  }
+  if constexpr (X <= 2) {
+    if (call.w->tried != nullptr && call.count > 1 && call.count <= kFactors) {
+      search_groups<X>(call, rows, n, scale);
+      round_scale(scale);
+      return;
+    }
   }
   for (int first = 0; call.count > 1 && first < call.count; first += kTried) {
     for (int f = 0; f < kTried; ++f) {
@@ -180,7 +297,7 @@ inline void assign(const Call& call, const float* columns, float* u, const float
   alignas(64) uint8_t code[kLanes];
   for (int64_t i = 0; i < vectors; ++i) {
     divide<X>(columns + i * X * kLanes, scale, u);
-    nearest<X>(*call.entries, u, code);
+    nearest<X>(call, u, n, code);
     for (int r = 0; r < n; ++r) out[r][i] = code[r];
     if (fitted == nullptr) continue;
     for (int c = 0; c < X; ++c)
@@ -220,7 +337,7 @@ template <int X> void encode_groups(int64_t begin, int64_t end, void* context) {
       out[r] = call.codes + (first + r) * vectors;
     }
     gather(rows, n, w.group, columns.get());
-    search<X>(call, columns.get(), scale);
+    search<X>(call, rows, n, columns.get(), scale);
     assign<X>(call, columns.get(), u, scale, out, n, call.refit ? fitted : nullptr);
     if (call.refit) {
       assign<X>(call, columns.get(), u, fitted, out, n, scale);
@@ -275,7 +392,7 @@ template <int X> void round_tiles(int64_t begin, int64_t end, void* context) {
       take_errors<X>(feedback, size, j, left.get());
       float* column = left.get() + j * kLanes;
       divide<X>(column, scale, u);
-      nearest<X>(*call.entries, u, code);
+      nearest<X>(call, u, n, code);
       for (int r = 0; r < n; ++r) call.codes[(first + r) * vectors + (start + j) / X] = code[r];
       for (int c = 0; c < X; ++c)
         for (int r = 0; r < kLanes; ++r)
@@ -292,6 +409,35 @@ inline bool fits(const hf_vq_rows& w) {
 inline Range with_x(int x, Range one, Range two, Range four) { return x == 1 ? one : x == 2 ? two : four; }
 
 }  // namespace weight
+
+int make_cells(const hf_vq_rows* w, const float* factors, int count, uint8_t* near, float* numbers,
+               hf_vq_cells* cells) {
+  if (!weight::fits(*w) || w->x > 2 || count < 1) return HF_VQ_UNSUPPORTED;
+  const Scratch<int> length(HF_VQ_CELLS);
+  if (!length) return HF_VQ_NO_MEMORY;
+  kv::Entries entries;
+  weight::read_all(*w, entries);
+  float most = 0.0f, farthest = 0.0f;
+  for (int i = 0; i < w->entries * w->x; ++i) {
+    const float number = __builtin_fabsf(half_to_float(w->codebook[i]));
+    most = number > most ? number : most;
+  }
+  for (int f = 0; f < count; ++f) {
+    if (!(factors[f] > 0.0f)) return HF_VQ_UNSUPPORTED;
+    farthest = factors[f] > farthest ? factors[f] : farthest;
+  }
+  cells->reach = 1.25f * most * farthest;
+  if (!(cells->reach > kv::kSmallest && cells->reach < 1e6f)) return HF_VQ_UNSUPPORTED;
+  const auto list = w->x == 1 ? weight::list_all<1> : weight::list_all<2>;
+  if (!list(entries, w->entries, factors, count, cells->reach, near, length.get())) return HF_VQ_UNSUPPORTED;
+  cells->near = near;
+  cells->count = weight::pack_lists(length.get(), near);
+  cells->numbers = numbers;
+  if (numbers == nullptr) return HF_VQ_OK;
+  if (cells->count > HF_VQ_NEAR_LANES) return HF_VQ_UNSUPPORTED;
+  weight::write_numbers(entries, w->x, near, cells->count, numbers);
+  return HF_VQ_OK;
+}
 
 int rows_supported(const hf_vq_rows* w) { return weight::fits(*w) ? HF_VQ_OK : HF_VQ_UNSUPPORTED; }
 

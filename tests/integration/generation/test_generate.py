@@ -156,9 +156,9 @@ def test_steps_equal_the_whole_sequence(name: str, scheme: str) -> None:
         simulated = model(ids, use_cache=False).logits
     noise = (plain - whole).abs().max()  # float32 in another order, same model
     effect = (simulated - whole)[:, length:].abs().max()
-    # A code may flip when its input moves by a rounding; at most a few of thousands do.
-    assert effect > 1000 * noise
-    assert (vq - simulated).abs().max() <= 2 * noise
+    assert effect > 10_000 * noise
+    # An input that lies between two codes may take the other one, which stays far below the effect.
+    assert (vq - simulated).abs().max() <= effect / 5000
 
 
 @pytest.mark.parametrize("name", SIX)

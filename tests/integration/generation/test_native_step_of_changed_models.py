@@ -3,11 +3,20 @@
 import copy
 import pickle
 import weakref
+from functools import partial
 
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
-from transformers import LlamaConfig
+from transformers import (
+    LlamaConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TextStreamer,
+)
+from transformers.generation.streamers import BaseStreamer
 
 import hf_vq
 from hf_vq import VQCache
@@ -70,6 +79,91 @@ def test_weights_that_change_between_two_tokens_are_seen(steps, monkeypatch):
             assert torch.equal(found, wanted), number
             assert steps[-1] or not at_once
     assert steps.count(True) > len(changes)
+
+
+def test_a_loop_without_code_of_the_users_compares_the_model_once(steps, monkeypatch):
+    compared = []
+    plain = snapshot.Snapshot.is_current
+
+    def counting(*args):
+        compared.append(plain(*args))
+        return compared[-1]
+
+    monkeypatch.setattr(snapshot.Snapshot, "is_current", counting)
+    model, ids = tiny("llama"), prompt()
+    generate(monkeypatch, True, model, ids, 5)
+    for streamer, most in ((None, 2), (TextStreamer(Words()), 2), (Clock(), 40)):
+        before = len(compared)
+        generate(monkeypatch, True, model, ids, 30, streamer=streamer)
+        assert most / 2 <= len(compared) - before <= most
+    cache = prompted(model)  # and in a loop of the user's own before every token
+    before = len(compared)
+    for token in (5, 6, 7):
+        both(model, cache, token)
+    assert len(compared) - before == 3 and steps[-3:] == [True] * 3
+
+
+class Words:
+    """A tokenizer that writes nothing."""
+
+    def decode(self, ids, **_):
+        return ""
+
+
+class Clock(BaseStreamer):
+    """A streamer of the user's, which does something at token number `at`."""
+
+    def __init__(self, act=lambda: None, at=0):
+        self.act, self.left = act, at
+
+    def put(self, value):
+        self.left -= 1
+        if self.left == 0:
+            self.act()
+
+    def end(self):
+        pass
+
+    def process(self, *args, words=None):
+        """As a function of allowed tokens."""
+        self.put(None)
+        return words
+
+
+class Processor(Clock, LogitsProcessor):
+    def __call__(self, ids, scores):
+        self.put(None)
+        return scores
+
+
+class Criterion(Clock, StoppingCriteria):
+    def __call__(self, ids, scores):
+        self.put(None)
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+
+@pytest.mark.parametrize("kind", ["streamer", "processor", "criterion", "allowed"])
+def test_code_of_the_users_between_two_tokens_may_change_the_model(kind, steps, monkeypatch):
+    found = []
+    for on in (True, False):
+        model, ids = tiny("llama"), prompt()
+        weight = model.model.layers[1].mlp.up_proj.weight
+
+        def change(weight=weight):
+            weight.data = -weight.data
+
+        if kind == "streamer":
+            options = {"streamer": Clock(change, 12)}
+        elif kind == "processor":
+            options = {"logits_processor": LogitsProcessorList([Processor(change, 12)])}
+        elif kind == "criterion":
+            options = {"stopping_criteria": StoppingCriteriaList([Criterion(change, 12)])}
+        else:
+            clock = Clock(change, 12)
+            options = {"prefix_allowed_tokens_fn": partial(clock.process, words=[*range(96)])}
+        found.append(generate(monkeypatch, on, model, ids, 30, **options))
+    same_steps(*found)
+    assert steps.count(True) > 20
 
 
 def test_a_model_that_changes_again_and_again_is_traced_no_more(steps, monkeypatch):

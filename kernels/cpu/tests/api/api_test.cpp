@@ -41,6 +41,7 @@ void open(const char* path) {
   find(handle, "hf_vq_decode", library.decode);
   find(handle, "hf_vq_rotate", library.rotate);
   find(handle, "hf_vq_rows_supported", library.rows_supported);
+  find(handle, "hf_vq_make_cells", library.make_cells);
   find(handle, "hf_vq_encode_weight", library.encode_weight);
   find(handle, "hf_vq_round_weight", library.round_weight);
   find(handle, "hf_vq_vptq_supports", library.vptq_supports);

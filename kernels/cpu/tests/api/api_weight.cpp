@@ -56,12 +56,31 @@ struct Case {
   }
 };
 
+// The cells of a codebook, in memory that ends where it says.
+struct Near {
+  Guarded<uint8_t> near{size_t(HF_VQ_CELLS * HF_VQ_MOST_NEAR)};
+  Guarded<float> numbers;
+  hf_vq_cells cells{};
+
+  Near(const hf_vq_rows& w, const float* factors, int count, bool lanes)
+      : numbers{size_t(HF_VQ_CELLS * (w.x + 1) * HF_VQ_NEAR_LANES)} {
+    const int status = library.make_cells(&w, factors, count, near.get(), lanes ? numbers.get() : nullptr, &cells);
+    if (status != HF_VQ_OK) cells.near = nullptr;
+    that(status == HF_VQ_OK || status == HF_VQ_UNSUPPORTED, "cells of %d entries: status %d", w.entries, status);
+  }
+  const hf_vq_cells* get() const { return cells.near == nullptr ? nullptr : &cells; }
+};
+
 void check(const Case& it, const char* isa, Tally& tally) {
-  const hf_vq_rows& w = it.w;
+  hf_vq_rows w = it.w;
   Guarded<uint8_t> codes{size_t(w.n * it.vectors)};
   Guarded<uint16_t> scale{size_t(w.n * (w.in / w.group))};
-  const float factors[] = {0.8f, 0.9f, 1.0f, 1.1f};
+  const float factors[] = {0.8f, 0.9f, 1.0f, 1.1f}, one = 1.0f;
   const int count = random_bits() % 2 ? 4 : 1;
+  const bool by_cells = w.x <= 2 && w.entries <= 256 && random_bits() % 2;
+  const Near tried(w, factors, by_cells ? count : 0, false), nearest(w, &one, by_cells ? 1 : 0, true);
+  w.tried = tried.get();
+  w.nearest = nearest.get();
   use_some_threads();
   if (!tally.computed(library.encode_weight(&w, factors, count, 0, codes.get(), scale.get()))) return;
   double u[4];

@@ -21,6 +21,7 @@ struct Library {
   decltype(&hf_vq_decode) decode;
   decltype(&hf_vq_rotate) rotate;
   decltype(&hf_vq_rows_supported) rows_supported;
+  decltype(&hf_vq_make_cells) make_cells;
   decltype(&hf_vq_encode_weight) encode_weight;
   decltype(&hf_vq_round_weight) round_weight;
   decltype(&hf_vq_vptq_supports) vptq_supports;

@@ -1,6 +1,8 @@
 """The entries `cpu.encode_weight` and `cpu.round_weight` on every instruction set, against float64
 and against their specifications."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -12,7 +14,7 @@ from hf_vq.formats import WEIGHT_SCHEMES, weight_scheme
 from hf_vq.formats.packing import unpack_bits
 from hf_vq.formats.shared import universal_tensor
 from hf_vq.ops.reference import encode_weight as specification
-from hf_vq.ops.reference.encode_weight import FACTORS, Assigner
+from hf_vq.ops.reference.encode_weight import FACTORS, SCALAR_FACTORS, Assigner
 from hf_vq.ops.reference.round_weight import round_weight
 from tests.fixtures.random_weights import left_by_errors
 
@@ -63,6 +65,40 @@ def test_codes_are_of_the_nearest_entries(name, shape, isa):
     assert is_nearest(vectors, codes.flatten(), book[0].double())
     exact = rows.double().unflatten(1, (-1, group)).square().mean(2).sqrt()
     torch.testing.assert_close(scale.double(), exact, rtol=2.0**-10, atol=0)
+
+
+def odd_rows():
+    """Rows of usual weights, of outliers, of a grid, and of what has no scale."""
+    rows = torch.randn(5, 33, 256)
+    rows[1] *= torch.exp(2 * torch.randn(33, 256))
+    rows[2] = (rows[2] * 4).round() / 4
+    rows[3] = rows[3].sign() * torch.rand(33, 256)
+    rows[4, 0], rows[4, 1, :64], rows[4, 2, 7] = 0, torch.nan, torch.inf
+    rows[4, 3] *= 1e-30
+    rows[4, 4] *= 1e30
+    return rows.flatten(0, 1)
+
+
+@pytest.mark.parametrize("factors", [FACTORS, SCALAR_FACTORS, (1.0,), (0.1, 0.2), (0.9,) * 17])
+@pytest.mark.parametrize("name", [n for n in SCHEMES if weight_scheme(n).vector_size <= 2])
+def test_entries_of_a_cell_are_as_good_as_all(name, factors, isa, monkeypatch):
+    scheme, rows = weight_scheme(name), odd_rows()
+    book = universal_tensor(scheme)
+    one = replace(scheme, scale_group=64)
+    feedback = torch.randn(4, 64, 64).tril(-1) * 0.02
+    unit = torch.rand(len(rows), 4) + 0.5
+
+    def found():
+        return [
+            *encode.encode_weight(rows, book, scheme, factors, True),
+            encode.round_weight(rows, unit, book, one, feedback),
+        ]
+
+    near = found()
+    assert encode._cells(book.numpy().tobytes(), scheme.vector_size, ()) is not None
+    monkeypatch.setattr(encode, "_look_near", lambda *_: [])
+    for one_of_near, one_of_all in zip(near, found(), strict=True):
+        assert torch.equal(one_of_near.view(torch.uint8), one_of_all.view(torch.uint8))
 
 
 @pytest.mark.parametrize("name", SCHEMES)
