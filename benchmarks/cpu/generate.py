@@ -1,8 +1,7 @@
 """Suite `cpu-generate`: milliseconds a token of `generate()` on the CPU, a Llama of the 1B class.
 
 Ours: all linear layers as `vq-4`, the cache as `u4`; and 4 bits in 16 entries, `turboquant-4` and
-`nomad-u4`, which take fewer instructions than 256 entries. Without a context, the suite also
-measures the linear layers back to back (`ms_layers`) and a token with no-op layers (`ms_rest`).
+`nomad-u4`, which take fewer instructions than 256 entries.
 Peers: the same model dense in bfloat16 with `DynamicCache`, with the attention implementations
 `sdpa` and `eager`; and llama.cpp, given the paths of its `llama-bench` and of GGUF files of this
 model. Weights and contexts are random.
@@ -12,15 +11,12 @@ from __future__ import annotations
 
 import json
 import subprocess
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
-from unittest.mock import patch
 
 import torch
-from torch import Tensor
 from transformers import LlamaForCausalLM
 from transformers.cache_utils import Cache, DynamicCache
 
@@ -31,13 +27,10 @@ from hf_vq.formats.catalog import kv_scheme
 from hf_vq.nn import VQLinear
 
 from ..random_llama import TokenClock, fill_cache, llama_config, random_llama
-from ..roofline.cpu import reading
-from ..timing import interleave
 
 CONTEXTS = (0, 16384)
 KV_HEADS = (16, 4)
 OURS = {"vq-4 + u4": ("vq-4", "u4"), "turboquant-4 + nomad-u4": ("turboquant-4", "nomad-u4")}
-READ = 1 << 26  # bytes of a read that measures the bandwidth
 TOKENS = {0: 24, 16384: 8}  # generated per run; the first is not counted
 DENSE_TOKENS = {0: 12, 16384: 4}  # by Transformers' own model, which takes most of the time
 UNTIMED = 8  # tokens of a model's first run, which finds what it will call again
@@ -76,7 +69,6 @@ def run(
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     found: list[dict[str, Any]] = []
-    read = _bandwidth()
     try:
         for heads in kv_heads:
             config = llama_config(heads, max(contexts) + 64)
@@ -95,15 +87,7 @@ def run(
     finally:
         torch.set_num_threads(before)
     settings = {"rounds": rounds, "threads": threads}
-    return settings, {"rows": found, "gb_per_second": read}
-
-
-def _bandwidth() -> float | None:
-    """GB/s that torch's threads read; None without the native library."""
-    candidate = reading(READ)
-    if candidate is None:
-        return None
-    return READ / median(interleave({"read": candidate}, 20)["read"]) / 1e9
+    return settings, {"rows": found}
 
 
 def _layers(model: LlamaForCausalLM) -> list[VQLinear]:
@@ -133,9 +117,6 @@ def _generate(
     models: Mapping[str, LlamaForCausalLM], context: int, rounds: int, threads: int
 ) -> list[dict[str, Any]]:
     seconds: dict[str, list[float]] = {name: [] for name in models}
-    parts: dict[str, dict[str, list[float]]] = {
-        name: {"ms_layers": [], "ms_rest": []} for name in (() if context else OURS)
-    }
     for name, model in models.items():
         _token_seconds(model, _cache(name, model.config), 0, UNTIMED)
     filled: dict[str, Cache] = {}
@@ -152,17 +133,11 @@ def _generate(
             seconds[name] += _token_seconds(model, filled[cache_name], context, tokens)
             if context:
                 filled[cache_name].crop(context - filled[cache_name].get_seq_length())
-            if name in parts:
-                parts[name]["ms_layers"] += _layer_seconds(model, tokens)
-                with _idle_layers():
-                    cache = _cache(name, model.config)
-                    parts[name]["ms_rest"] += _token_seconds(model, cache, context, tokens)
     found = []
     first = median(seconds[next(iter(OURS))])
     for name, times in seconds.items():
         row: dict[str, Any] = {
             "name": name, "context": context, "threads": threads, "ms": median(times) * 1e3,
-            **{part: median(some) * 1e3 for part, some in parts.get(name, {}).items()},
         }  # fmt: skip
         if name in OURS:
             row["bytes"] = _bytes_of_codes(models[name], OURS[name][1], context)
@@ -183,31 +158,6 @@ def _token_seconds(model: LlamaForCausalLM, cache: Cache, context: int, tokens: 
         max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, streamer=clock,
     )  # fmt: skip
     return clock.seconds
-
-
-@torch.inference_mode()
-def _layer_seconds(model: LlamaForCausalLM, times: int) -> list[float]:
-    """Time one token through all linear layers back to back, in seconds."""
-    inputs = [
-        (layer, torch.randn(1, 1, layer.in_features, dtype=torch.bfloat16))
-        for layer in _layers(model)
-    ]
-    found = []
-    for _ in range(times):
-        start = time.perf_counter()
-        for layer, x in inputs:
-            layer(x)
-        found.append(time.perf_counter() - start)
-    return found
-
-
-def _idle_layers() -> Any:
-    """Linear layers return zeros for a while."""
-
-    def forward(layer: VQLinear, x: Tensor) -> Tensor:
-        return x.new_zeros(*x.shape[:-1], layer.out_features)
-
-    return patch.object(VQLinear, "forward", forward)
 
 
 def _llama(

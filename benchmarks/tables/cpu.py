@@ -1,4 +1,4 @@
-"""Tables of the suites `cpu-linear`, `cpu-w4a8`, `cpu-attention` and `cpu-generate`, from their
+"""Tables of the suites `cpu-linear`, `cpu-w4a8`, `cpu-attention` and `cpu-models`, from their
 records."""
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from typing import Any
 
 from hf_vq.evaluation.text_tables import markdown_table
 
+from .provenance import sources
 from .ranges import percents, span
 
 _Rows = Sequence[dict[str, Any]]
@@ -19,8 +20,6 @@ _PEERS = {
     "q4_K": "llama.cpp Q4_K",
     "aqlm": "package `aqlm`, 2 codebooks of 8 bits",
 }
-_PARTS = {"ms_layers": "- its linear layers alone", "ms_rest": "- with layers that do nothing",
-          "ms_read": "- only reading"}  # fmt: skip
 _WHOLE, _GROUPED = "qoq-w4a8", "qoq-w4a8-g128"
 _W4A8_PEERS = ("int8 x int8", "bf16")
 
@@ -101,24 +100,28 @@ def _steps(rows: _Rows) -> dict[tuple[str, int], dict[str, Any]]:
     return {(row["name"], row["group"]): row for row in steps if row["threads"] == first}
 
 
-def generate(rows: _Rows, gb_per_second: float | None = None) -> str:
-    """Milliseconds a token of generate, one thread; below ours, parts that were timed alone, and
-    the time to read its bytes where the bandwidth is known."""
-    if gb_per_second:
-        rows = [row | {"ms_read": row["bytes"] / gb_per_second / 1e6} if "bytes" in row else row
-                for row in rows]  # fmt: skip
-    columns = list(dict.fromkeys((row["kv_heads"], row["context"]) for row in rows))
-    head = ["ms a token"]
-    head += [f"{heads} kv heads, context {context:,}" for heads, context in columns]
-    cells = []
-    for name in dict.fromkeys(row["name"] for row in rows):
-        own = [row for row in rows if row["name"] == name]
-        for part, label in (("ms", name), *_PARTS.items()):
-            by_column = {(r["kv_heads"], r["context"]): r[part] for r in own if part in r}
-            if by_column:
-                times = (f"{by_column[c]:.0f}" if c in by_column else "-" for c in columns)
-                cells.append([label, *times])
-    return markdown_table(head, cells)
+def models(records: Sequence[dict[str, Any]]) -> str:
+    """Generated tokens of real models by one thread, from the records of all of them."""
+    head, columns = ["one thread"], []
+    for record in records:
+        rows = [row for row in record["results"]["rows"] if row["threads"] == 1]
+        depths = list(dict.fromkeys(row["depth"] for row in rows))
+        head += [f"{record['settings']['model']}, ms a token"]
+        head += [f"after {depth:,} tokens" for depth in depths[1:]] + ["prompt, tokens/s"]
+        found = {(row["name"], row["depth"]): row for row in rows}
+        columns += [(found, depth, "ms") for depth in depths]
+        columns += [(found, depths[0], "prompt_tokens_per_second")]
+    names = dict.fromkeys(name for found, _, _ in columns for name, _ in found)
+    cells = [
+        [name, *(_shown(found, name, depth, key) for found, depth, key in columns)]
+        for name in names
+    ]
+    return f"{markdown_table(head, cells)}\n\n{sources(records)}"
+
+
+def _shown(found: dict[Any, dict[str, Any]], name: str, depth: int, key: str) -> str:
+    row = found.get((name, depth), {})
+    return f"{row[key]:.3g}" if key in row else "-"
 
 
 def calibrate(rows: _Rows) -> str:

@@ -295,14 +295,6 @@ def _table_of(suite: str, table: Callable[[list[dict[str, Any]]], str]) -> str:
     return table(_record(suite)["results"]["rows"])
 
 
-def cpu_generate_table() -> str:
-    """Generated tokens on a CPU, and the time to read what each must."""
-    record = _record("cpu-generate")
-    results = record["results"]
-    table = cpu.generate(results["rows"], results.get("gb_per_second"))
-    return f"{table}\n\n{source(record)}"
-
-
 def cpu_attention_table() -> str:
     """One token's attention on a CPU, with AVX-512 and with AVX2."""
     both = [_record(suite) for suite in ("cpu-attention", "cpu-attention-avx2")]
@@ -333,7 +325,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "results:cpu-w4a8": partial(_timed_table, "cpu-w4a8", cpu.w4a8),
     "results:cpu-load": partial(_timed_table, "cpu-load", cpu_load.table),
     "results:cpu-attention": cpu_attention_table,
-    "results:cpu-generate": cpu_generate_table,
+    "results:cpu-models": lambda: cpu.models(read_records("cpu-models")),
     "results:cpu-calibrate": partial(_timed_table, "cpu-calibrate", cpu.calibrate),
     "results:cpu-limits": lambda: cpu_limits.table(_records(cpu_limits.SUITES)),
     "results:cuda-limits": lambda: cuda_limits.linear_table(_records(cuda_limits.LINEAR_SUITES)),

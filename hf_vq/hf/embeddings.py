@@ -16,6 +16,7 @@ from ..nn.embedding import VQEmbedding, VQTiedHead
 from .tensor_parallel import ranks
 
 _ROWS = 8192  # of the vocabulary, in batches of which integers are made
+_LARGE = 0.2  # of a model: a dense head that `advice` speaks of
 
 
 def embeddings_of(model: nn.Module) -> dict[str, nn.Module]:
@@ -83,6 +84,24 @@ def put_module(model: Any, old: nn.Module, new: nn.Module) -> None:
         from accelerate.hooks import add_hook_to_module
 
         add_hook_to_module(new, hook)
+
+
+def advice(model: Any) -> str:
+    """A sentence on a tied head that is dense and a large part of the model; "" if there is none."""
+    try:
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    except NotImplementedError:  # Transformers does not know where they are
+        return ""
+    if type(embedding) is not nn.Embedding or type(head) is not nn.Linear or head.bias is not None:
+        return ""
+    tensors = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers())}
+    own, whole = head.weight.nbytes, sum(tensors.values())
+    if head.weight is not embedding.weight or own < _LARGE * whole:
+        return ""
+    return (
+        f"output head: dense, {own / 1e6:.3g} of the {whole / 1e6:.3g} MB that a token reads; "
+        'VQConfig(embeddings="int8") halves it.'
+    )
 
 
 def resizing_no_codes(before: Any) -> Any:

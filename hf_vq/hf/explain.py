@@ -25,7 +25,7 @@ from ..nn.replace import vq_modules
 from ..ops.kv import GROWING, STATIC
 from ..ops.layout import layouts_for
 from ..ops.library import append_problem, attention_problem, static_append_problem
-from . import step
+from . import embeddings, step
 
 logger = logging.get_logger("hf_vq")
 
@@ -86,7 +86,7 @@ class Row:
             name = verdict.entry.name
             if verdict.chosen:
                 note = verdict.entry.implementation.note(self.problem)
-                if name.startswith("cpu.") and note is None and not self.is_slow:
+                if name.startswith("cpu.") and not self.is_slow:
                     said = []
                 said += filter(None, [note])
                 break
@@ -113,9 +113,10 @@ class Explanation(list[Row]):
 
     Attributes:
         step: how a decoding step over the cache runs on a CPU; empty elsewhere.
+        head: what a dense output head costs, if that is much.
     """
 
-    step = ""
+    step = head = ""
 
     @property
     def summary(self) -> str:
@@ -132,7 +133,7 @@ class Explanation(list[Row]):
         return f"{count} of {total} layers take longer than dense ones on {device}: {names}.{cure}"
 
     def __str__(self) -> str:
-        return "\n".join(filter(None, (self._sentences(), self.step)))
+        return "\n".join(filter(None, (self._sentences(), self.step, self.head)))
 
     def _sentences(self) -> str:
         return "\n".join([self.summary, "", *map(str, self)]) if self else "no VQ layer here"
@@ -171,8 +172,10 @@ def explain(
         Row(tuple(layers), problem, tuple(dispatch.explain(problem)))
         for problem, layers in names.items()
     )
-    whole = isinstance(model, PreTrainedModel) and model.device.type == "cpu"
-    if tokens == 1 and whole and type(cache) is VQCache:
+    whole = isinstance(model, PreTrainedModel)
+    if tokens == 1 and whole and found:
+        found.head = embeddings.advice(model)
+    if tokens == 1 and whole and model.device.type == "cpu" and type(cache) is VQCache:
         reason = step.why_not(model, cache)
         one_call = f"one call of libhf_vq_cpu{step.when()}"
         how = one_call if reason is None else f"PyTorch, because {reason}"

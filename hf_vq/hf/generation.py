@@ -113,10 +113,11 @@ def around_the_loop(sample: Any) -> Any:
     """`GenerationMixin._sample`: captured models and decoding steps know that they are in it."""
 
     @functools.wraps(sample)
-    def wrapped(self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
-        own = not args and not any(map(_calls_users_code, _called_between_tokens(kwargs)))
-        with cuda_graphs.loop(self), step.loop(self, own):
-            return sample(self, input_ids, *args, **kwargs)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        known = inspect.signature(sample).bind(self, *args, **kwargs).arguments
+        alone = not any(map(_calls_users_code, _called_between_tokens(known)))
+        with cuda_graphs.loop(self), step.loop(self, alone):
+            return sample(self, *args, **kwargs)
 
     return wrapped
 

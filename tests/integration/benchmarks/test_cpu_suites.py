@@ -8,10 +8,12 @@ import torch
 from transformers import LlamaConfig
 
 from benchmarks import random_llama, timing
+from benchmarks.__main__ import main
 from benchmarks.cpu import attention as cpu_attention
 from benchmarks.cpu import generate as cpu_generate
 from benchmarks.cpu import linear as cpu_linear
 from benchmarks.cpu import load as cpu_load
+from benchmarks.cpu import models as cpu_models
 from benchmarks.cpu import w4a8 as cpu_w4a8
 from benchmarks.peers import llama_cpp
 from benchmarks.records import read_record
@@ -19,6 +21,7 @@ from benchmarks.roofline import cpu as roofline_cpu
 from benchmarks.tables import cpu as cpu_tables
 from hf_vq.backends.cpu import library as native
 from hf_vq.errors import VQError
+from hf_vq.evaluation.record import read
 
 
 def test_candidates_run_interleaved_and_go_through_their_copies():
@@ -227,20 +230,46 @@ def test_cpu_generate(monkeypatch):
     names = [row["name"] for row in results["rows"]]
     assert names == [*cpu_generate.OURS, "bf16 sdpa", "bf16 eager"] * 2
     assert all(row["ms"] > 0 for row in results["rows"])
-    (first, second) = (row for row in results["rows"] if row["name"] == "vq-4 + u4")
-    assert first["ms_layers"] > 0 and first["ms_rest"] > 0 and "ms_rest" not in second
-    assert "| - its linear layers alone |" in cpu_tables.generate(results["rows"])
     without, cached = (row["bytes"] for row in results["rows"] if row["name"] == names[0])
     assert cached - without == 2 * 2 * 80 * (32 // 2 + 2), "two sides and heads, bytes and a scale"
 
 
-def test_layers_that_do_nothing_do_it_for_a_while():
-    model = random_llama.random_llama(tiny_llama(2, 64), torch.float32, "vq-4")
-    ids = torch.tensor([[1, 2, 3]])
-    before = model(ids).logits
-    with cpu_generate._idle_layers():
-        assert not model(ids).logits.any()
-    torch.testing.assert_close(model(ids).logits, before)
+def test_cpu_models(tmp_path, monkeypatch, capsys):
+    """A model's tokens at two depths, llama.cpp's beside them, and the table of the record."""
+    tiny_llama(2, 64).save_pretrained(tmp_path / "tiny")
+    random_llama.random_llama(tiny_llama(2, 64), torch.float32, None).save_pretrained(
+        tmp_path / "tiny"
+    )
+    program = tmp_path / "llama-bench"
+    program.write_text(
+        """#!/bin/sh
+        echo '{"n_gen": 0, "avg_ts": 512}'
+        echo '{"n_gen": 4, "avg_ts": 100}'
+        """
+    )
+    program.chmod(0o755)
+    for weights in ("Q4_0", "Q4_K_M"):
+        (tmp_path / f"tiny-{weights}.gguf").touch()
+    monkeypatch.setattr(cpu_models, "PROMPT", 8)
+    out = tmp_path / "record.jsonl"
+    arguments = ["cpu-models", str(tmp_path / "tiny"), "--gguf", str(tmp_path), "--llama-bench",
+                 str(program), "--depths", "0", "20", "--rounds", "1", "--tokens", "4", "--out",
+                 str(out), "--revision", "here"]  # fmt: skip
+    assert main(arguments) == 0
+    record = read(out)
+    rows = record["results"]["rows"]
+    assert [(row["name"], row["depth"]) for row in rows] == [
+        (name, depth)
+        for depth in (0, 20)
+        for name in (*cpu_models.OURS, cpu_models.DENSE, *cpu_models.LLAMA)
+    ]
+    assert {row["ms"] for row in rows if row["name"] in cpu_models.LLAMA} == {10.0}
+    sizes = {row["name"]: row["megabytes"] for row in rows if "megabytes" in row}
+    names = list(cpu_models.OURS)
+    assert sizes[names[1]] < sizes[names[0]] < sizes[cpu_models.DENSE]
+    table = cpu_tables.models([record])
+    assert "| after 20 tokens | prompt, tokens/s |" in table and "| llama.cpp Q4_0 | 10 |" in table
+    assert "GGUF_DIR" in record["command"] and str(tmp_path) not in record["command"]
 
 
 def test_extrapolated():

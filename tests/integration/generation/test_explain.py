@@ -3,11 +3,12 @@
 import re
 import sys
 
+import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 import hf_vq
-from hf_vq import VQCache, dispatch, explain
+from hf_vq import VQCache, VQConfig, dispatch, explain
 from hf_vq.backends.cpu import library
 from hf_vq.dispatch import Entry, Implementation
 from hf_vq.formats import kv_scheme
@@ -138,8 +139,32 @@ def test_a_sentence_of_a_layer_is_about_this_machine(monkeypatch):
     assert "cuda.linear does not: tensor is on cpu" in str(explain(quantized("turboquant-2+2")))
     if library.load() is not None:
         monkeypatch.undo()
-        said = str(explain(quantized("vq-4"))).splitlines()
+        said = str(explain(quantized("turboquant-4"))).splitlines()
         assert said[2:] == [
-            "cpu.linear runs 0 (linear, vq-4, 256 x 256).",
-            "cpu.linear runs 1 (linear, vq-4, 128 x 256).",
+            "cpu.linear runs 0 (linear, turboquant-4, 256 x 256).",
+            "cpu.linear runs 1 (linear, turboquant-4, 128 x 256).",
         ]
+
+
+@pytest.mark.skipif(library.load() is None, reason=library.why_not())
+def test_a_scheme_that_another_one_outruns_on_this_processor():
+    wide = library.isa() in ("avx512", "zen4")
+    said = str(explain(quantized("vq-4"))).splitlines()[2]
+    assert said.startswith("cpu.linear runs 0 (linear, vq-4, 256 x 256)")
+    assert ("turboquant-4" in said) != wide and "nested_linear" not in said
+
+
+def test_what_a_dense_head_costs():
+    def model(**options):
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+            vocab_size=512, tie_word_embeddings=options.pop("tied", True),
+        )  # fmt: skip
+        dense = AutoModelForCausalLM.from_config(config)
+        return hf_vq.quantize_model(dense, VQConfig("vq-4", activations=None, **options))
+
+    said = explain(model()).head
+    assert said.startswith("output head: dense, 0.131 of the ") and 'embeddings="int8"' in said
+    assert str(explain(model())).endswith(said)
+    assert explain(model(tied=False)).head == explain(model(embeddings="int8")).head == ""
