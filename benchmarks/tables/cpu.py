@@ -106,8 +106,8 @@ def models(records: Sequence[dict[str, Any]]) -> str:
     for record in records:
         rows = [row for row in record["results"]["rows"] if row["threads"] == 1]
         depths = list(dict.fromkeys(row["depth"] for row in rows))
-        head += [f"{record['settings']['model']}, ms a token"]
-        head += [f"after {depth:,} tokens" for depth in depths[1:]] + ["prompt, tokens/s"]
+        head += [f"{record['settings']['model']}, ms a token after {depth:,}" for depth in depths]
+        head += ["prompt, tokens/s"]
         found = {(row["name"], row["depth"]): row for row in rows}
         columns += [(found, depth, "ms") for depth in depths]
         columns += [(found, depths[0], "prompt_tokens_per_second")]

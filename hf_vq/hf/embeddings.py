@@ -87,20 +87,24 @@ def put_module(model: Any, old: nn.Module, new: nn.Module) -> None:
 
 
 def advice(model: Any) -> str:
-    """A sentence on a tied head that is dense and a large part of the model; "" if there is none."""
+    """A sentence on a tied head that is dense and a large part of the model, or ""."""
     try:
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     except NotImplementedError:  # Transformers does not know where they are
         return ""
     if type(embedding) is not nn.Embedding or type(head) is not nn.Linear or head.bias is not None:
         return ""
-    tensors = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers())}
-    own, whole = head.weight.nbytes, sum(tensors.values())
-    if head.weight is not embedding.weight or own < _LARGE * whole:
+    tensors = [*model.parameters(), *model.buffers()]
+    if head.weight is not embedding.weight or any(tensor.is_meta for tensor in tensors):
         return ""
+    own, whole = head.weight.nbytes, sum(tensor.nbytes for tensor in tensors)
+    if own < _LARGE * whole:
+        return ""
+    rows, columns = head.weight.shape
+    size = rows * (columns + 2)
     return (
-        f"output head: dense, {own / 1e6:.3g} of the {whole / 1e6:.3g} MB that a token reads; "
-        'VQConfig(embeddings="int8") halves it.'
+        f"output head: dense, {own / 1e6:.3g} of the model's {whole / 1e6:.3g} MB, and every token "
+        f'reads it; VQConfig(embeddings="int8") stores it in {size / 1e6:.3g}.'
     )
 
 

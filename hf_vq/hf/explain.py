@@ -172,10 +172,10 @@ def explain(
         Row(tuple(layers), problem, tuple(dispatch.explain(problem)))
         for problem, layers in names.items()
     )
-    whole = isinstance(model, PreTrainedModel)
-    if tokens == 1 and whole and found:
-        found.head = embeddings.advice(model)
-    if tokens == 1 and whole and model.device.type == "cpu" and type(cache) is VQCache:
+    if tokens != 1 or not isinstance(model, PreTrainedModel):
+        return found
+    found.head = embeddings.advice(model) if found else ""
+    if model.device.type == "cpu" and type(cache) is VQCache:
         reason = step.why_not(model, cache)
         one_call = f"one call of libhf_vq_cpu{step.when()}"
         how = one_call if reason is None else f"PyTorch, because {reason}"

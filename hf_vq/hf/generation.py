@@ -115,28 +115,34 @@ def around_the_loop(sample: Any) -> Any:
     @functools.wraps(sample)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         known = inspect.signature(sample).bind(self, *args, **kwargs).arguments
-        alone = not any(map(_calls_users_code, _called_between_tokens(known)))
-        with cuda_graphs.loop(self), step.loop(self, alone):
+        with cuda_graphs.loop(self), step.loop(self, _runs_alone(self, known)):
             return sample(self, *args, **kwargs)
 
     return wrapped
 
 
-def _called_between_tokens(options: dict[str, Any]) -> list[Any]:
-    """The processors, criteria and streamer of a loop."""
+def _runs_alone(model: Any, options: dict[str, Any]) -> bool:
+    """True if only Transformers' code runs between two tokens, and none that calls the user's."""
     streamer = options.get("streamer")
-    return [
-        *options.get("logits_processor", ()), *options.get("stopping_criteria", ()),
-        *([] if streamer is None else [streamer]),
+    called = [
+        *(options.get("logits_processor") or ()), *(options.get("stopping_criteria") or ()),
+        *([] if streamer is None else [streamer, getattr(streamer, "tokenizer", streamer)]),
     ]  # fmt: skip
+    return (
+        all(_is_of_transformers(type(each)) for each in called)
+        and not any(type(each) in _CALLING for each in called)
+        and not any(name in model.__dict__ for name in _BETWEEN)
+        and all(_is_of_transformers(getattr(type(model), name)) for name in _BETWEEN)
+    )
 
 
-def _calls_users_code(called: Any) -> bool:
-    """True unless it is of Transformers, and has no function of the user's."""
-    kind = type(called)
-    return not kind.__module__.startswith("transformers.") or kind in (
-        PrefixConstrainedLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor,
-    )  # fmt: skip
+def _is_of_transformers(defined: Any) -> bool:
+    return str(getattr(defined, "__module__", "")).startswith("transformers.")
+
+
+_CALLING = (PrefixConstrainedLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
+_BETWEEN = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
+"""What calls a function of the user's, and methods of a model that the loop calls."""
 
 
 def _new_tokens(generation_config: Any, model_kwargs: dict[str, Any]) -> int:

@@ -103,8 +103,9 @@ typedef struct hf_vq_rows {
   int64_t n, in;
   int64_t group;             // numbers of a row that share a scale
   int32_t x, entries;        // 1, 2 or 4 numbers; up to 256 entries
-  const hf_vq_cells* tried;  // of groups whose root mean square is 1, under all factors; NULL = all entries are compared
-  const hf_vq_cells* nearest;  // of groups whose scale is 1, with numbers; NULL likewise
+  const hf_vq_cells* factor_cells;  // to choose a scale: entries nearest to numbers / (rms * any factor), looked up with
+                                    // numbers / rms; NULL = all entries are compared
+  const hf_vq_cells* scale_cells;   // for a known scale: looked up with numbers / scale, made with numbers; NULL likewise
 } hf_vq_rows;
 
 // HF_VQ_OK if the functions below take such rows; its pointers are not read.
@@ -112,7 +113,7 @@ HF_VQ_API int hf_vq_rows_supported(const hf_vq_rows* w);
 
 // The cells of a codebook and of factors above 0, in `near` [HF_VQ_CELLS * HF_VQ_MOST_NEAR] and `numbers` [HF_VQ_CELLS *
 // (x + 1) * HF_VQ_NEAR_LANES]; NULL = no numbers. HF_VQ_UNSUPPORTED if entries have 4 numbers, or if too many may be the
-// nearest: more than HF_VQ_MOST_NEAR, with numbers HF_VQ_NEAR_LANES.
+// nearest: more than HF_VQ_MOST_NEAR, with numbers HF_VQ_NEAR_LANES. `cells` is written if the result is HF_VQ_OK.
 HF_VQ_API int hf_vq_make_cells(const hf_vq_rows* w, const float* factors, int count, uint8_t* near, float* numbers,
                                hf_vq_cells* cells);
 

@@ -36,8 +36,9 @@ class Rows(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("rows", "codebook")),
         *((name, ctypes.c_int64) for name in ("n", "in_features", "group")),
         *((name, ctypes.c_int32) for name in ("x", "entries")),
-        *((name, ctypes.c_void_p) for name in ("tried", "nearest")),
+        *((name, ctypes.c_void_p) for name in ("factor_cells", "scale_cells")),
     ]
+    cells: list[tuple[str, Cells | None]]  # which live as long as it does
 
 
 def _rows(scheme: VQScheme, in_features: int, count: int = 0, *addresses: int | None) -> Rows:
@@ -76,28 +77,29 @@ def _cells(book: bytes, vector_size: int, factors: tuple[float, ...]) -> Cells |
     cells, lanes = Cells(), 0 if factors else _NEAR_LANES
     tried = factors or (1.0,)
     cells.memory = near, numbers = (
-        torch.empty(_CELLS * _MOST_NEAR, dtype=torch.uint8),
-        torch.empty(_CELLS * (vector_size + 1) * lanes),
+        torch.empty(_CELLS * _MOST_NEAR, dtype=torch.uint8, device="cpu"),
+        torch.empty(_CELLS * (vector_size + 1) * lanes, dtype=torch.float32, device="cpu"),
     )
     status = library.hf_vq_make_cells(
         ctypes.byref(described), (ctypes.c_float * len(tried))(*tried), len(tried),
         near.data_ptr(), numbers.data_ptr() if lanes else None, ctypes.byref(cells),
     )  # fmt: skip
-    return cells if status == native.OK else None
+    if status == native.UNSUPPORTED:
+        return None
+    native.check(status, "make_cells")  # not kept: there may be memory next time
+    return cells
 
 
-def _look_near(described: Rows, book: Tensor, factors: tuple[float, ...]) -> list[Cells]:
-    """Let a search compare what is near, where that is known; keep the result while it runs."""
-    kept, size = [], described.x
-    if size <= 2 and described.n:
-        stored = book.numpy().tobytes()
-        wanted = [("nearest", ())] + ([("tried", factors)] if len(factors) > 1 else [])
-        for field, tried in wanted:
-            cells = _cells(stored, size, tried)
-            if cells is not None:
-                setattr(described, field, ctypes.addressof(cells))
-                kept.append(cells)
-    return kept
+def _look_near(described: Rows, book: Tensor, factors: tuple[float, ...]) -> None:
+    """Let a search compare what is near, where that is known."""
+    if described.x > 2 or not described.n:
+        return
+    stored = book.numpy().tobytes()
+    wanted = [("scale_cells", ())] + ([("factor_cells", factors)] if len(factors) > 1 else [])
+    described.cells = [(field, _cells(stored, described.x, tried)) for field, tried in wanted]
+    for field, cells in described.cells:
+        if cells is not None:
+            setattr(described, field, ctypes.addressof(cells))
 
 
 def encode_weight(
@@ -111,12 +113,11 @@ def encode_weight(
     codes = rows.new_empty(n, length // scheme.vector_size, dtype=torch.uint8)
     scale = rows.new_empty(n, length // scheme.group(length), dtype=torch.float16)
     described = _rows(scheme, length, n, rows.data_ptr(), book.data_ptr())
-    kept = _look_near(described, book, factors)
+    _look_near(described, book, factors)
     tried = (ctypes.c_float * len(factors))(*factors)
     status = library.hf_vq_encode_weight(
         ctypes.byref(described), tried, len(factors), int(refit), codes.data_ptr(), scale.data_ptr()
     )
-    del kept
     native.check(status, "encode_weight")
     return packed(codes[..., None], scheme), scale
 
@@ -132,12 +133,11 @@ def round_weight(
     n, length = rows.shape
     codes = rows.new_empty(n, length // scheme.vector_size, dtype=torch.uint8)
     described = _rows(scheme, length, n, rows.data_ptr(), book.data_ptr())
-    kept = _look_near(described, book, ())
+    _look_near(described, book, ())
     status = library.hf_vq_round_weight(
         ctypes.byref(described), scale.data_ptr(), feedback.data_ptr(), feedback.shape[-1],
         codes.data_ptr(),
     )  # fmt: skip
-    del kept
     native.check(status, "round_weight")
     return codes[..., None]
 

@@ -26,7 +26,7 @@ from ...cache.next_token import Places, WindowPlaces, refusal, take
 from ...dispatch.entry import load
 from ...errors import VQBackendError
 from ...ops.library import autocasts, is_plain_eager
-from .snapshot import Snapshot, problem
+from .snapshot import Snapshot, has_hooks, problem
 from .trace import FAR, Refused, Step, trace
 from .verify import compare, difference, whole
 
@@ -133,10 +133,12 @@ def loop(model: PreTrainedModel, alone: bool) -> Iterator[None]:
     """The loop over tokens of one `generate`.
 
     Args:
-        alone: no code of the user's runs between two tokens, so the model is compared once.
+        alone: no code of the user's runs between two tokens, so the model is compared once, unless
+            it runs around the forward. What another thread changes is seen by the next loop.
     """
     steps = model.__dict__.get(_ATTRIBUTE)
-    if steps is None or not alone:
+    own = type(model.__dict__.get("forward")) is Forward and not has_hooks(model)
+    if steps is None or not (alone and own):
         yield
         return
     steps.alone.add(threading.get_ident())

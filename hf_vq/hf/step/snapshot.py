@@ -36,13 +36,18 @@ def problem(model: nn.Module) -> str | None:
             return f"{name} is an adapter of PEFT"
         if module is not model and "forward" in module.__dict__:
             return f"the forward of {name} was replaced"
-        if module is not model and any(map(_does_something, _hooks_of(module))):
+        if module is not model and has_hooks(module):
             return f"{name} has hooks"
         if module.training:
             return f"{name or 'the model'} is in training mode"
     if any(tensor.device.type != "cpu" for tensor in chain(model.parameters(), model.buffers())):
         return "parts of the model are not on the CPU"
     return None
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """True if a module has hooks that are not Transformers' own."""
+    return any(map(_does_something, _hooks_of(module)))
 
 
 def _hooks_of(module: nn.Module) -> list[Any]:

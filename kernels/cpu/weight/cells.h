@@ -17,7 +17,8 @@ namespace weight {
 
 constexpr int kSide = 64;
 static_assert(kSide * kSide == HF_VQ_CELLS, "cells of 2-vectors");
-constexpr float kRoundings = 1e-5f;  // by which distances and places may be wrong, in units of the reach
+constexpr float kRoundings = 1e-5f;  // by which a place may be wrong, in units of the reach
+constexpr float kSlack = 2e-6f;      // and a squared distance, in units of its square: some roundings of float32
 
 template <int X> constexpr int cells_of_an_axis() { return X == 1 ? HF_VQ_CELLS : kSide; }
 
@@ -35,13 +36,12 @@ template <int X> inline int place_of(const hf_vq_cells& cells, const float* vect
   return place;
 }
 
-// The entries of a cell.
-inline const uint8_t* near(const hf_vq_cells& cells, int place) { return cells.near + int64_t(place) * cells.count; }
+inline const uint8_t* entries_of(const hf_vq_cells& cells, int place) { return cells.near + int64_t(place) * cells.count; }
 
 // apart[e] = how much farther entry e is from all of a cell's vectors / factor than another one, by the least of its
-// values before and now; above 0: not the nearest to any of them.
+// values before and now; above 0: not the nearest to any of them, however float32 rounds what a search compares.
 template <int X>
-inline void compare(const kv::Entries& entries, const float* middle, float radius, float* apart) {
+inline void compare(const kv::Entries& entries, const float* middle, float radius, float slack, float* apart) {
   alignas(64) float distance[kv::kEntries];
   Floats least = splat(kv::kInfinity);
   for (int e = 0; e < entries.count; e += kFloats) {
@@ -55,7 +55,7 @@ inline void compare(const kv::Entries& entries, const float* middle, float radiu
   }
   const float reached = __builtin_sqrtf(-largest(splat(0.0f) - least)) + 2.0f * radius;
   for (int e = 0; e < entries.count; e += kFloats)
-    store(apart + e, min(load(apart + e), load(distance + e) - splat(reached * reached)));
+    store(apart + e, min(load(apart + e), load(distance + e) - splat(reached * reached + slack)));
 }
 
 // near [HF_VQ_CELLS, HF_VQ_MOST_NEAR], of which cell i has length[i]; false if one has more.
@@ -71,7 +71,8 @@ inline bool list_all(const kv::Entries& entries, int known, const float* factors
       float middle[X];
       for (int c = X - 1, rest = place; c >= 0; --c, rest /= kAxis)
         middle[c] = (float(2 * (rest % kAxis) + 1) * half - reach) / factors[f];
-      compare<X>(entries, middle, radius / factors[f], apart);
+      const float size = reach / factors[f];
+      compare<X>(entries, middle, radius / factors[f], kSlack * size * size, apart);
     }
     length[place] = 0;
     for (int e = 0; e < known; ++e) {

@@ -25,6 +25,9 @@ constexpr int kChunk = kRegisters >= 32 ? 4 : 2;        // vectors of lanes that
 constexpr int kChunkLanes = kChunk * kFloats;
 constexpr int kTried = kRegisters >= 32 ? 8 : 4;        // scales that are tried together
 
+constexpr int kFactors = 16;                            // that are searched by cells, at most
+
+static_assert(kFactors % kFloats == 0 && HF_VQ_NEAR_LANES % kFloats == 0, "lanes are whole vectors");
 static_assert(kLanes % kChunkLanes == 0 && kChunkLanes <= kLanes, "lanes are whole chunks");
 
 struct Call {
@@ -102,7 +105,7 @@ template <int X> inline int nearest_of_cell(const kv::Entries& entries, const hf
   const Floats best = splat(largest(top));
   int i = 0, lane = first_at_least(along[0], best);
   while (lane >= kFloats && i + 1 < used) lane = first_at_least(along[++i], best);
-  return near(cells, place)[i * kFloats + lane % kFloats];
+  return entries_of(cells, place)[i * kFloats + lane % kFloats];
 }
 
 // u = columns / scale of one vector.
@@ -113,12 +116,12 @@ template <int X> inline void divide(const float* columns, const float* scale, fl
   }
 }
 
-// The code of each lane of one vector: lanes 0..n - 1, and others that are not read.
+// The code of each lane of one vector. Lanes from n on are not there: theirs may stay as they are.
 template <int X> inline void nearest(const Call& call, float* u, int n, uint8_t* code) {
   const kv::Entries& entries = *call.entries;
   if constexpr (X <= 2) {
-    if (call.w->nearest != nullptr && !entries.ascending) {
-      const hf_vq_cells cells = *call.w->nearest;  // codes might lie in it, for all that the compiler knows
+    if (call.w->scale_cells != nullptr && call.w->scale_cells->numbers != nullptr && !entries.ascending) {
+      const hf_vq_cells cells = *call.w->scale_cells;  // a copy: as far as the compiler knows, writing codes changes it
       for (int r = 0; r < n; ++r) code[r] = uint8_t(nearest_of_cell<X>(entries, cells, lane_of<X>(u, r, 0)));
       return;
     }
@@ -179,10 +182,10 @@ template <int X, int N>
 inline void add_errors_of_group(const Call& call, const float* group, float inverse, const Floats (&unit)[N],
                                 Floats (&error)[N]) {
   const kv::Entries& entries = *call.entries;
-  const hf_vq_cells cells = *call.w->tried;
+  const hf_vq_cells cells = *call.w->factor_cells;
   for (int64_t j = 0; j < call.w->group; j += X) {
     const int place = place_of<X>(cells, group + j, 1, inverse);
-    const uint8_t* list = near(cells, place < 0 ? 0 : place);
+    const uint8_t* list = entries_of(cells, place < 0 ? 0 : place);
     Floats vector[X], top[N], norm = splat(0.0f);
     for (int c = 0; c < X; ++c) {
       vector[c] = splat(group[j + c]);
@@ -228,8 +231,6 @@ template <int X, int N> inline float search_group(const Call& call, const float*
   return scale;
 }
 
-constexpr int kFactors = 16;  // that are searched by cells, at most
-
 // search_group of `n` groups: their root mean squares become scales.
 template <int X> inline void search_groups(const Call& call, const float* const* rows, int n, float* scale) {
   for (int r = 0; r < n; ++r)
@@ -263,7 +264,7 @@ inline void search(const Call& call, const float* const* rows, int n, const floa
     store(scale + r, call.count > 1 ? load(rms + r) : load(rms + r) * splat(call.factors[0]));
   }
   if constexpr (X <= 2) {
-    if (call.w->tried != nullptr && call.count > 1 && call.count <= kFactors) {
+    if (call.w->factor_cells != nullptr && call.count > 1 && call.count <= kFactors) {
       search_groups<X>(call, rows, n, scale);
       round_scale(scale);
       return;
@@ -294,7 +295,7 @@ inline void assign(const Call& call, const float* columns, float* u, const float
                    float* fitted) {
   const int64_t vectors = call.w->group / X;
   alignas(64) float along[kLanes] = {}, energy[kLanes] = {};
-  alignas(64) uint8_t code[kLanes];
+  alignas(64) uint8_t code[kLanes] = {};
   for (int64_t i = 0; i < vectors; ++i) {
     divide<X>(columns + i * X * kLanes, scale, u);
     nearest<X>(call, u, n, code);
@@ -378,7 +379,7 @@ template <int X> void round_tiles(int64_t begin, int64_t end, void* context) {
     return;
   }
   alignas(64) float u[kLanes * X], scale[kLanes];
-  alignas(64) uint8_t code[kLanes];
+  alignas(64) uint8_t code[kLanes] = {};
   for (int64_t task = begin; task < end; ++task) {
     const int64_t block = task / call.tiles, first = task % call.tiles * kLanes, start = block * size;
     const int n = int(w.n - first < kLanes ? w.n - first : kLanes);
@@ -412,7 +413,7 @@ inline Range with_x(int x, Range one, Range two, Range four) { return x == 1 ? o
 
 int make_cells(const hf_vq_rows* w, const float* factors, int count, uint8_t* near, float* numbers,
                hf_vq_cells* cells) {
-  if (!weight::fits(*w) || w->x > 2 || count < 1) return HF_VQ_UNSUPPORTED;
+  if (!weight::fits(*w) || w->x > 2 || count < 1 || count > weight::kFactors) return HF_VQ_UNSUPPORTED;
   const Scratch<int> length(HF_VQ_CELLS);
   if (!length) return HF_VQ_NO_MEMORY;
   kv::Entries entries;
@@ -420,22 +421,23 @@ int make_cells(const hf_vq_rows* w, const float* factors, int count, uint8_t* ne
   float most = 0.0f, farthest = 0.0f;
   for (int i = 0; i < w->entries * w->x; ++i) {
     const float number = __builtin_fabsf(half_to_float(w->codebook[i]));
+    if (!(number < kv::kInfinity)) return HF_VQ_UNSUPPORTED;
     most = number > most ? number : most;
   }
   for (int f = 0; f < count; ++f) {
     if (!(factors[f] > 0.0f)) return HF_VQ_UNSUPPORTED;
     farthest = factors[f] > farthest ? factors[f] : farthest;
   }
-  cells->reach = 1.25f * most * farthest;
-  if (!(cells->reach > kv::kSmallest && cells->reach < 1e6f)) return HF_VQ_UNSUPPORTED;
+  const float reach = 1.25f * most * farthest;
+  if (!(reach > kv::kSmallest && reach < 1e6f)) return HF_VQ_UNSUPPORTED;
   const auto list = w->x == 1 ? weight::list_all<1> : weight::list_all<2>;
-  if (!list(entries, w->entries, factors, count, cells->reach, near, length.get())) return HF_VQ_UNSUPPORTED;
-  cells->near = near;
-  cells->count = weight::pack_lists(length.get(), near);
-  cells->numbers = numbers;
-  if (numbers == nullptr) return HF_VQ_OK;
-  if (cells->count > HF_VQ_NEAR_LANES) return HF_VQ_UNSUPPORTED;
-  weight::write_numbers(entries, w->x, near, cells->count, numbers);
+  if (!list(entries, w->entries, factors, count, reach, near, length.get())) return HF_VQ_UNSUPPORTED;
+  const int longest = weight::pack_lists(length.get(), near);
+  if (numbers != nullptr) {
+    if (longest > HF_VQ_NEAR_LANES) return HF_VQ_UNSUPPORTED;
+    weight::write_numbers(entries, w->x, near, longest, numbers);
+  }
+  *cells = {near, numbers, longest, reach};
   return HF_VQ_OK;
 }
 

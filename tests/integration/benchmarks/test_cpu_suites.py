@@ -268,7 +268,9 @@ def test_cpu_models(tmp_path, monkeypatch, capsys):
     names = list(cpu_models.OURS)
     assert sizes[names[1]] < sizes[names[0]] < sizes[cpu_models.DENSE]
     table = cpu_tables.models([record])
-    assert "| after 20 tokens | prompt, tokens/s |" in table and "| llama.cpp Q4_0 | 10 |" in table
+    assert (
+        "ms a token after 20 | prompt, tokens/s |" in table and "| llama.cpp Q4_0 | 10 |" in table
+    )
     assert "GGUF_DIR" in record["command"] and str(tmp_path) not in record["command"]
 
 

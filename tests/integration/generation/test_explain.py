@@ -167,4 +167,6 @@ def test_what_a_dense_head_costs():
     said = explain(model()).head
     assert said.startswith("output head: dense, 0.131 of the ") and 'embeddings="int8"' in said
     assert str(explain(model())).endswith(said)
+    assert said.endswith("stores it in 0.0338.")
     assert explain(model(tied=False)).head == explain(model(embeddings="int8")).head == ""
+    assert explain(model().to("meta")).head == ""

@@ -1,6 +1,7 @@
 """When a decoding step is one call of libhf_vq_cpu: models that change, refusals, reasons, cost."""
 
 import copy
+import functools
 import pickle
 import weakref
 from functools import partial
@@ -9,6 +10,7 @@ import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from transformers import (
+    AutoTokenizer,
     LlamaConfig,
     LogitsProcessor,
     LogitsProcessorList,
@@ -81,7 +83,7 @@ def test_weights_that_change_between_two_tokens_are_seen(steps, monkeypatch):
     assert steps.count(True) > len(changes)
 
 
-def test_a_loop_without_code_of_the_users_compares_the_model_once(steps, monkeypatch):
+def test_a_loop_without_code_of_the_users_compares_the_model_once(steps, tinybooks, monkeypatch):
     compared = []
     plain = snapshot.Snapshot.is_current
 
@@ -92,7 +94,8 @@ def test_a_loop_without_code_of_the_users_compares_the_model_once(steps, monkeyp
     monkeypatch.setattr(snapshot.Snapshot, "is_current", counting)
     model, ids = tiny("llama"), prompt()
     generate(monkeypatch, True, model, ids, 5)
-    for streamer, most in ((None, 2), (TextStreamer(Words()), 2), (Clock(), 40)):
+    written = TextStreamer(AutoTokenizer.from_pretrained(tinybooks))
+    for streamer, most in ((None, 2), (written, 2), (TextStreamer(Words()), 40), (Clock(), 40)):
         before = len(compared)
         generate(monkeypatch, True, model, ids, 30, streamer=streamer)
         assert most / 2 <= len(compared) - before <= most
@@ -104,9 +107,13 @@ def test_a_loop_without_code_of_the_users_compares_the_model_once(steps, monkeyp
 
 
 class Words:
-    """A tokenizer that writes nothing."""
+    """A tokenizer of the user's that writes nothing."""
+
+    def __init__(self, act=lambda: None):
+        self.act = act
 
     def decode(self, ids, **_):
+        self.act()
         return ""
 
 
@@ -142,7 +149,10 @@ class Criterion(Clock, StoppingCriteria):
         return torch.zeros(len(ids), dtype=torch.bool)
 
 
-@pytest.mark.parametrize("kind", ["streamer", "processor", "criterion", "allowed"])
+@pytest.mark.parametrize(
+    "kind",
+    ["streamer", "tokenizer", "processor", "criterion", "allowed", "hook", "forward", "inputs"],
+)
 def test_code_of_the_users_between_two_tokens_may_change_the_model(kind, steps, monkeypatch):
     found = []
     for on in (True, False):
@@ -152,14 +162,28 @@ def test_code_of_the_users_between_two_tokens_may_change_the_model(kind, steps, 
         def change(weight=weight):
             weight.data = -weight.data
 
+        clock, options = Clock(change, 12), {}
         if kind == "streamer":
-            options = {"streamer": Clock(change, 12)}
+            options = {"streamer": clock}
+        elif kind == "tokenizer":
+            options = {"streamer": TextStreamer(Words(lambda clock=clock: clock.put(None)))}
+        elif kind == "hook":
+            model.register_forward_pre_hook(lambda *_, clock=clock: clock.put(None))
+        elif kind in ("forward", "inputs"):
+            name = "forward" if kind == "forward" else "prepare_inputs_for_generation"
+            run.install(model, VQCache(model.config), 100)
+            plain = getattr(model, name)
+
+            def wrapped(*args, plain=plain, clock=clock, **kwargs):
+                clock.put(None)
+                return plain(*args, **kwargs)
+
+            setattr(model, name, functools.wraps(plain)(wrapped))
         elif kind == "processor":
             options = {"logits_processor": LogitsProcessorList([Processor(change, 12)])}
         elif kind == "criterion":
             options = {"stopping_criteria": StoppingCriteriaList([Criterion(change, 12)])}
         else:
-            clock = Clock(change, 12)
             options = {"prefix_allowed_tokens_fn": partial(clock.process, words=[*range(96)])}
         found.append(generate(monkeypatch, on, model, ids, 30, **options))
     same_steps(*found)

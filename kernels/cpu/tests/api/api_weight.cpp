@@ -2,6 +2,7 @@
 // hf_vq_encode_weight and hf_vq_round_weight with random rows: on every instruction set each code is of the nearest
 // entry, by double arithmetic on the same scales.
 #include <cmath>
+#include <cstring>
 #include <vector>
 
 #include "arrays.h"
@@ -56,31 +57,46 @@ struct Case {
   }
 };
 
-// The cells of a codebook, in memory that ends where it says.
+// The cells of a codebook, in memory that ends where it says; none if they are not wanted, or too many are near.
 struct Near {
   Guarded<uint8_t> near{size_t(HF_VQ_CELLS * HF_VQ_MOST_NEAR)};
   Guarded<float> numbers;
   hf_vq_cells cells{};
+  bool made = false;
 
   Near(const hf_vq_rows& w, const float* factors, int count, bool lanes)
       : numbers{size_t(HF_VQ_CELLS * (w.x + 1) * HF_VQ_NEAR_LANES)} {
+    if (count == 0) return;
     const int status = library.make_cells(&w, factors, count, near.get(), lanes ? numbers.get() : nullptr, &cells);
-    if (status != HF_VQ_OK) cells.near = nullptr;
-    that(status == HF_VQ_OK || status == HF_VQ_UNSUPPORTED, "cells of %d entries: status %d", w.entries, status);
+    made = status == HF_VQ_OK;
+    that(made || status == HF_VQ_UNSUPPORTED, "cells of %d entries: status %d", w.entries, status);
   }
-  const hf_vq_cells* get() const { return cells.near == nullptr ? nullptr : &cells; }
+  const hf_vq_cells* get() const { return made ? &cells : nullptr; }
 };
+
+int64_t by_cells;  // problems
 
 void check(const Case& it, const char* isa, Tally& tally) {
   hf_vq_rows w = it.w;
-  Guarded<uint8_t> codes{size_t(w.n * it.vectors)};
-  Guarded<uint16_t> scale{size_t(w.n * (w.in / w.group))};
+  Guarded<uint8_t> codes{size_t(w.n * it.vectors)}, others{size_t(w.n * it.vectors)};
+  Guarded<uint16_t> scale{size_t(w.n * (w.in / w.group))}, other_scale{size_t(w.n * (w.in / w.group))};
   const float factors[] = {0.8f, 0.9f, 1.0f, 1.1f}, one = 1.0f;
   const int count = random_bits() % 2 ? 4 : 1;
-  const bool by_cells = w.x <= 2 && w.entries <= 256 && random_bits() % 2;
-  const Near tried(w, factors, by_cells ? count : 0, false), nearest(w, &one, by_cells ? 1 : 0, true);
-  w.tried = tried.get();
-  w.nearest = nearest.get();
+  const bool wanted = w.x <= 2 && w.entries <= 256;
+  const Near of_factors(w, factors, wanted ? count : 0, false), of_scale(w, &one, wanted ? 1 : 0, true);
+  if (of_scale.made) {  // the same bits as without
+    if (!tally.computed(library.encode_weight(&w, factors, count, 1, others.get(), other_scale.get()))) return;
+    w.factor_cells = of_factors.get();
+    w.scale_cells = of_scale.get();
+    library.encode_weight(&w, factors, count, 1, codes.get(), scale.get());
+    that(memcmp(codes.get(), others.get(), codes.size()) == 0 && memcmp(scale.get(), other_scale.get(), 2 * scale.size()) == 0,
+         "encode %s x %d, %d entries: cells give other codes", isa, w.x, w.entries);
+    library.round_weight(&w, it.scales.get(), it.feedback.get(), it.size, codes.get());
+    library.round_weight(&it.w, it.scales.get(), it.feedback.get(), it.size, others.get());
+    that(memcmp(codes.get(), others.get(), codes.size()) == 0, "round %s x %d, %d entries: cells give other codes", isa,
+         w.x, w.entries);
+    ++by_cells;
+  }
   use_some_threads();
   if (!tally.computed(library.encode_weight(&w, factors, count, 0, codes.get(), scale.get()))) return;
   double u[4];
@@ -127,6 +143,7 @@ void test_weight() {
       check(it, isas.names[i], tally);
     }
   }
+  that(by_cells > 0, "no search by cells in %d repeats", 12 * repeats);
   Case wrong;
   wrong.w.x = 8;
   that(library.rows_supported(&wrong.w) == HF_VQ_UNSUPPORTED, "entries of 8 numbers are supported");

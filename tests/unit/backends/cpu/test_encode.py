@@ -34,6 +34,7 @@ SHAPES = [(1, 128), (63, 96), (65, 384)]
 @pytest.fixture(params=library.isas())
 def isa(request):
     library.use_isa(request.param)
+    encode._cells.cache_clear()
     yield request.param
     library.use_isa(CPU_ISA.get())
 
@@ -95,10 +96,29 @@ def test_entries_of_a_cell_are_as_good_as_all(name, factors, isa, monkeypatch):
         ]
 
     near = found()
-    assert encode._cells(book.numpy().tobytes(), scheme.vector_size, ()) is not None
+    for tried in (factors, ()):
+        cells = encode._cells(book.numpy().tobytes(), scheme.vector_size, tried)
+        assert (cells is None) == (len(tried) > 16)
     monkeypatch.setattr(encode, "_look_near", lambda *_: [])
     for one_of_near, one_of_all in zip(near, found(), strict=True):
         assert torch.equal(one_of_near.view(torch.uint8), one_of_all.view(torch.uint8))
+
+
+@pytest.mark.parametrize("name", ["vq-4", "turboquant-8"])
+def test_cells_are_on_the_cpu_and_of_float32(name, isa):
+    scheme, rows = weight_scheme(name), torch.randn(8, 128)
+    book = universal_tensor(scheme)
+    wanted = encode.encode_weight(rows, book, scheme, FACTORS, True)
+    before = torch.get_default_dtype()
+    for device, dtype in (("meta", torch.float32), ("cpu", torch.bfloat16)):
+        encode._cells.cache_clear()
+        torch.set_default_dtype(dtype)
+        try:
+            with torch.device(device):
+                found = encode.encode_weight(rows, book, scheme, FACTORS, True)
+        finally:
+            torch.set_default_dtype(before)
+        assert all(map(torch.equal, found, wanted))
 
 
 @pytest.mark.parametrize("name", SCHEMES)
