@@ -190,7 +190,7 @@ class _Model:
         return time.perf_counter() - start
 
     def megabytes(self) -> float:
-        """Of all tensors."""
+        """Megabytes of all tensors."""
         tensors = (*self.model.parameters(), *self.model.buffers())
         return sum({t.data_ptr(): t.nbytes for t in tensors}.values()) / 1e6
 

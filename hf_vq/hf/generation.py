@@ -115,13 +115,13 @@ def around_the_loop(sample: Any) -> Any:
     @functools.wraps(sample)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         known = inspect.signature(sample).bind(self, *args, **kwargs).arguments
-        with cuda_graphs.loop(self), step.loop(self, _runs_alone(self, known)):
+        with cuda_graphs.loop(self), step.loop(self, _runs_no_users_code(self, known)):
             return sample(self, *args, **kwargs)
 
     return wrapped
 
 
-def _runs_alone(model: Any, options: dict[str, Any]) -> bool:
+def _runs_no_users_code(model: Any, options: dict[str, Any]) -> bool:
     """True if only Transformers' code runs between two tokens, and none that calls the user's."""
     streamer = options.get("streamer")
     called = [

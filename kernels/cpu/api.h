@@ -105,7 +105,7 @@ typedef struct hf_vq_rows {
   int32_t x, entries;        // 1, 2 or 4 numbers; up to 256 entries
   const hf_vq_cells* factor_cells;  // to choose a scale: entries nearest to numbers / (rms * any factor), looked up with
                                     // numbers / rms; NULL = all entries are compared
-  const hf_vq_cells* scale_cells;   // for a known scale: looked up with numbers / scale, made with numbers; NULL likewise
+  const hf_vq_cells* scale_cells;   // for a known scale: looked up with numbers / scale, made with numbers; or NULL
 } hf_vq_rows;
 
 // HF_VQ_OK if the functions below take such rows; its pointers are not read.

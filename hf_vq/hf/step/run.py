@@ -129,23 +129,23 @@ def install(model: PreTrainedModel, cache: VQCache, new: int) -> None:
 
 
 @contextmanager
-def loop(model: PreTrainedModel, alone: bool) -> Iterator[None]:
+def loop(model: PreTrainedModel, unchanging: bool) -> Iterator[None]:
     """The loop over tokens of one `generate`.
 
     Args:
-        alone: no code of the user's runs between two tokens, so the model is compared once, unless
-            it runs around the forward. What another thread changes is seen by the next loop.
+        unchanging: no code of the user's runs between two tokens, so the model is compared once,
+            unless it runs around the forward. What another thread changes is seen by the next loop.
     """
     steps = model.__dict__.get(_ATTRIBUTE)
     own = type(model.__dict__.get("forward")) is Forward and not has_hooks(model)
-    if steps is None or not (alone and own):
+    if steps is None or not (unchanging and own):
         yield
         return
-    steps.alone.add(threading.get_ident())
+    steps.unchanging.add(threading.get_ident())
     try:
         yield
     finally:
-        steps.alone.discard(threading.get_ident())
+        steps.unchanging.discard(threading.get_ident())
         steps.compared.discard(threading.get_ident())
 
 
@@ -224,7 +224,7 @@ class _Steps:
         self.long: weakref.WeakSet[VQCache] = weakref.WeakSet()  # caches of calls that pay for it
         self.requested = 0  # tokens, by all calls of `generate`
         self.changes = 0  # programs in a row that a change of the model ended before they paid
-        self.alone: set[int] = set()  # threads in whose loops nobody changes the model,
+        self.unchanging: set[int] = set()  # threads in whose loops nobody changes the model,
         self.compared: set[int] = set()  # and those of them that have compared it
 
     def __reduce__(self) -> Any:
@@ -246,7 +246,7 @@ class _Steps:
         thread = threading.get_ident()
         if self.found and thread not in self.compared:
             self._compare(model)
-            if thread in self.alone:
+            if thread in self.unchanging:
                 self.compared.add(thread)
         found = self.found.get(key)
         if found is None:

@@ -116,7 +116,7 @@ template <int X> inline void divide(const float* columns, const float* scale, fl
   }
 }
 
-// The code of each lane of one vector. Lanes from n on are not there: theirs may stay as they are.
+// The code of each lane of one vector. Lanes from n on are not there: theirs may stay unchanged.
 template <int X> inline void nearest(const Call& call, float* u, int n, uint8_t* code) {
   const kv::Entries& entries = *call.entries;
   if constexpr (X <= 2) {
