@@ -154,9 +154,13 @@ class _Model:
         config = self.model.config
         return DynamicCache(config=config) if self.scheme is None else VQCache(config, self.scheme)
 
+    def _ids(self, count: int) -> Tensor:
+        words = min(5000, self.model.config.get_text_config().vocab_size)
+        return torch.randint(100, words, (1, count), generator=torch.Generator().manual_seed(count))
+
     def _read(self, cache: Cache, tokens: int) -> None:
         with torch.inference_mode():
-            self.model(_ids(tokens), use_cache=True, logits_to_keep=1, **{CACHE: cache})
+            self.model(self._ids(tokens), use_cache=True, logits_to_keep=1, **{CACHE: cache})
 
     def fill(self, depth: int) -> None:
         """Let timed calls begin behind so many tokens."""
@@ -167,7 +171,7 @@ class _Model:
 
     def _generate(self, tokens: int) -> float:
         """Seconds of a call."""
-        cache, ids = self.filled or self._empty(), _ids(self.depth + 1)
+        cache, ids = self.filled or self._empty(), self._ids(self.depth + 1)
         start = time.perf_counter()
         self.model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False,
@@ -201,10 +205,6 @@ def _models(path: Path) -> dict[str, _Model]:
         config = VQConfig(scheme, activations=None, embeddings=embeddings)
         found[name] = _Model(path, cache, quantization_config=config)
     return {**found, DENSE: _Model(path, None)}
-
-
-def _ids(count: int) -> Tensor:
-    return torch.randint(100, 5000, (1, count), generator=torch.Generator().manual_seed(count))
 
 
 def _llama(

@@ -236,7 +236,6 @@ def test_cpu_generate(monkeypatch):
 
 def test_cpu_models(tmp_path, monkeypatch, capsys):
     """A model's tokens at two depths, llama.cpp's beside them, and the table of the record."""
-    tiny_llama(2, 64).save_pretrained(tmp_path / "tiny")
     random_llama.random_llama(tiny_llama(2, 64), torch.float32, None).save_pretrained(
         tmp_path / "tiny"
     )

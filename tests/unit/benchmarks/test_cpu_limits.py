@@ -4,16 +4,6 @@ from benchmarks.records import read_record
 from benchmarks.tables import cpu, cpu_limits
 
 
-def test_a_token_is_beside_the_time_of_reading_its_bytes():
-    rows = [
-        {"kv_heads": 4, "context": 16384, "name": "vq-4 + u4", "ms": 50.0, "bytes": 10**9},
-        {"kv_heads": 4, "context": 16384, "name": "bf16 sdpa", "ms": 900.0},
-    ]
-    table = cpu.generate(rows, 25.0)
-    assert "| vq-4 + u4 | 50 |\n| - only reading | 40 |\n| bf16 sdpa | 900 |" in table
-    assert "reading" not in cpu.generate(rows)
-
-
 def test_a_layer_is_beside_what_takes_longer_reading_or_computing():
     rows = [
         {"name": "vq-4", "threads": 1, "out_features": n, "in_features": 64, "us": 100.0,
