@@ -157,8 +157,10 @@ def test_steps_equal_the_whole_sequence(name: str, scheme: str) -> None:
     noise = (plain - whole).abs().max()  # float32 in another order, same model
     effect = (simulated - whole)[:, length:].abs().max()
     assert effect > 10_000 * noise
-    # An input that lies between two codes may take the other one, which stays far below the effect.
-    assert (vq - simulated).abs().max() <= effect / 5000
+    errors = (vq - simulated).abs().amax((1, 2))  # of each row of the batch
+    assert errors.min() <= 2 * noise
+    # In the other row an input between two codes may take the other one: far below the effect.
+    assert errors.max() <= effect / 5000
 
 
 @pytest.mark.parametrize("name", SIX)

@@ -99,7 +99,7 @@ def test_entries_of_a_cell_are_as_good_as_all(name, factors, isa, monkeypatch):
     for tried in (factors, ()):
         cells = encode._cells(book.numpy().tobytes(), scheme.vector_size, tried)
         assert (cells is None) == (len(tried) > 16)
-    monkeypatch.setattr(encode, "_look_near", lambda *_: [])
+    monkeypatch.setattr(encode, "_look_near", lambda *_: None)
     for one_of_near, one_of_all in zip(near, found(), strict=True):
         assert torch.equal(one_of_near.view(torch.uint8), one_of_all.view(torch.uint8))
 
