@@ -9,8 +9,6 @@ model. Weights and contexts are random.
 
 from __future__ import annotations
 
-import json
-import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -22,10 +20,10 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from hf_vq import VQCache
 from hf_vq.cache.argument import CACHE
-from hf_vq.errors import VQError
 from hf_vq.formats.catalog import kv_scheme
 from hf_vq.nn import VQLinear
 
+from ..peers import llama_bench as llama
 from ..random_llama import TokenClock, fill_cache, llama_config, random_llama
 
 CONTEXTS = (0, 16384)
@@ -166,17 +164,8 @@ def _llama(
     found = []
     for weights, flash, cache in LLAMA_SETTINGS[:1] if context else LLAMA_SETTINGS:
         model = gguf / f"kv{kv_heads}-{weights}.gguf"
-        if not model.is_file():
-            raise VQError(f"{model} is missing; make it with llama-quantize.")
-        call = [
-            str(program), "-m", str(model), "-p", "0", "-n", "6", "-d", str(context),
-            "-t", str(threads), "-fa", str(flash), "-ctk", cache, "-ctv", cache,
-            "-r", "2", "-o", "jsonl",
-        ]  # fmt: skip
-        done = subprocess.run(call, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise VQError(f"llama-bench failed: {done.stderr.strip()[-300:]}")
-        tokens_per_second = json.loads(done.stdout.strip().splitlines()[-1])["avg_ts"]
+        options: dict[str, Any] = {"tokens": 6, "depth": context, "threads": threads, "repeats": 2}
+        tokens_per_second = llama.rows(program, model, (flash, cache), **options)[-1]["avg_ts"]
         found.append(
             {
                 "name": f"llama.cpp {weights}, {cache} cache" + (", flash" if flash else ""),

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,9 +28,9 @@ from transformers.cache_utils import Cache, DynamicCache
 from hf_vq import VQCache, VQConfig
 from hf_vq.backends.cpu import library as native
 from hf_vq.cache.argument import CACHE
-from hf_vq.errors import VQError
 from hf_vq.evaluation.record import Recorder, command_line
 
+from ..peers import llama_bench as llama
 from ..records import RESULTS
 
 NAME = "cpu-models"
@@ -211,20 +209,12 @@ def _llama(
     program: Path, model: Path, setting: tuple[str, int, str], depth: int, threads: int, tokens: int
 ) -> dict[str, float]:
     """Seconds of a token (`tg`), and without a depth of a prompt (`pp`)."""
-    if not model.is_file():
-        raise VQError(f"{model} is missing; make it with llama-quantize.")
     _, flash, cache = setting
-    call = [
-        str(program), "-m", str(model), "-p", "0" if depth else str(PROMPT), "-n", str(tokens),
-        "-d", str(depth), "-t", str(threads), "-fa", str(flash), "-ctk", cache, "-ctv", cache,
-        "-r", "1", "-o", "jsonl",
-    ]  # fmt: skip
-    done = subprocess.run(call, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise VQError(f"llama-bench failed: {done.stderr.strip()[-300:]}")
     found = {}
-    for line in done.stdout.strip().splitlines():
-        row = json.loads(line)
+    for row in llama.rows(
+        program, model, (flash, cache), prompt=0 if depth else PROMPT, tokens=tokens,
+        depth=depth, threads=threads, repeats=1,
+    ):  # fmt: skip
         of_prompt = row["n_gen"] == 0
         found["pp" if of_prompt else "tg"] = (PROMPT if of_prompt else 1) / row["avg_ts"]
     return found
