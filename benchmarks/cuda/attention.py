@@ -3,7 +3,7 @@
     decode   attention of one token, against the fastest attention of PyTorch over a cache in
              bfloat16 (cuDNN, flash, memory-efficient and math are tried)
     rotary   the same with a rotary mean of the keys: of all pairs of channels, of 16 in each head,
-             and of none; against none
+             and of none; against none. Also of both steps: append of a token, then attention
     store    append of one token to a static cache, against the copies of `StaticCache`
     memory   bytes that the allocator gives per token
 
@@ -127,15 +127,21 @@ def _decode_rows(schemes: Sequence[str], case: Case, rounds: int) -> list[dict[s
         candidates, 2 * case.batch * case.kv_heads * case.context * HEAD_DIM * _DTYPE.itemsize
     )
     kernels: dict[str, str] = {}
-    turning: dict[str, Candidate] = {}  # by name of a scheme, a space, and what is timed
+    turning: dict[str, Candidate] = {}  # by name of a scheme, a space, and the mean
+    steps: dict[str, Candidate] = {}  # the same with append; a name alone: without a mean
     for name in schemes:
         cached = coded_cache(name, *case[1:], _DTYPE)
         kernels[name], nbytes[name] = _kernel(query, cached), bytes_read(cached)
         if kernels[name] != _REFERENCE:
             candidates[name] = _attending(query, cached, nbytes[name])
-            turning.update(_turning(name, query, cached, nbytes[name]))
-    _compile([candidates[name] for name in kernels if name in candidates] + list(turning.values()))
-    every = interleave_graphs({**candidates, **turning}, rounds)
+            for mean, view in _turning(name, query, cached):
+                turning[f"{name} {mean}"] = _attending(query, view, nbytes[name])
+                steps[f"{name} {mean}"] = _attending(query, view, nbytes[name], append=True)
+                steps[name] = _attending(query, cached, nbytes[name], append=True)
+    kernel_names = [name for name in kernels if name in candidates]
+    _compile([candidates[name] for name in kernel_names] + [*turning.values(), *steps.values()])
+    every = interleave_graphs(candidates | turning, rounds)
+    with_append = interleave_graphs(steps, rounds)
     seconds = {name: every[name] for name in candidates}
     best = min((name for name in seconds if name not in kernels), key=lambda n: median(seconds[n]))
     found = []
@@ -154,14 +160,13 @@ def _decode_rows(schemes: Sequence[str], case: Case, rounds: int) -> list[dict[s
             continue
         name, _, mean = both.partition(" ")
         row = {"what": "rotary", "name": name, "mean": mean, **case._asdict()}
-        found.append({**row, **summary(times), "of_plain": speedup(seconds[name], times)})
+        row |= summary(times) | {"of_plain": speedup(seconds[name], times)}
+        found.append({**row, "step_of_plain": speedup(with_append[name], with_append[both])})
     return found
 
 
-def _turning(
-    name: str, query: Tensor, cached: KVCacheView, nbytes: int
-) -> Iterator[tuple[str, Candidate]]:
-    """Attention with a rotary mean, where a kernel adds it and tokens have codes."""
+def _turning(name: str, query: Tensor, cached: KVCacheView) -> Iterator[tuple[str, KVCacheView]]:
+    """The cache with each rotary mean, where a kernel adds it and tokens have codes."""
     if name not in TURNING_SCHEMES or cached.num_coded <= SINKS:
         return
     inv_freq = 10_000.0 ** -(torch.arange(HEAD_DIM // 2, device="cuda") / (HEAD_DIM // 2))
@@ -171,7 +176,7 @@ def _turning(
     for mean, pairs in TURNING.items():
         turning = cached._replace(key_rotary_mean=some * (rank < pairs), rotary_inv_freq=inv_freq)
         if _kernel(query, turning) == _kernel(query, cached):
-            yield f"{name} {mean}", _attending(query, turning, nbytes)
+            yield mean, turning
 
 
 def _kernel(query: Tensor, cached: KVCacheView) -> str:
@@ -184,11 +189,19 @@ def _kernel(query: Tensor, cached: KVCacheView) -> str:
     return dispatch.select(problem).name
 
 
-def _attending(query: Tensor, cached: KVCacheView, nbytes: int) -> Candidate:
+def _attending(query: Tensor, cached: KVCacheView, nbytes: int, append: bool = False) -> Candidate:
+    """`append`: first, the newest of the tokens that have codes is encoded."""
     copies = min(cold_copies(nbytes), _COPIES)
     caches = [cached, *(copy_of(cached) for _ in range(copies - 1))]
-    scaling = HEAD_DIM**-0.5
-    return Candidate(lambda i: kv_attention(query, caches[i], softmax_scale=scaling), copies)
+    shape = *cached.key.recent.shape[:2], 1, HEAD_DIM
+    keys, values = torch.randn(2, *shape, dtype=_DTYPE, device="cuda").unbind()
+
+    def call(i: int) -> None:
+        if append:
+            kv_append(keys, values, caches[i])
+        kv_attention(query, caches[i], softmax_scale=HEAD_DIM**-0.5)
+
+    return Candidate(call, copies)
 
 
 def _compile(candidates: Iterable[Candidate]) -> None:

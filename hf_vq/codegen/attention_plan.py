@@ -163,9 +163,10 @@ class AttentionPlan(Plan):
         steps = sum(part // (32 if self.paired else 16) for part in parts(self.key_dim))
         queries = self.query_tiles * -(-steps // 2) * 512 + 24 * self.columns
         warps, row = self.threads // 32, self.value_dim + self.value_dim // 16 + 4
-        meeting = warps * (512 * self.query_tiles * self.value_words + 8 * self.columns)
+        meeting = warps * (512 * self.query_tiles * self.value_words + 8 * self.columns + 32)
         meeting += 4 * self.columns * row + 16
-        needed = self.table_bytes + queries + warps * self.pipeline_depth * self.step_bytes
+        ring = self.pipeline_depth * self.step_bytes + PIECE * (2 + (self.page > 0)) * self.bulk
+        needed = self.table_bytes + queries + warps * ring
         return max(needed + self.rotary_bytes, meeting)
 
     @property
@@ -178,7 +179,8 @@ class AttentionPlan(Plan):
         row, logits = 128 * products + 16, 512 * self.query_tiles * columns * self.step_tiles
         own = max(self.rotary * logits, 128 * products)
         shared = 16 + 128 * products + _whole(4 * queries) + queries * row
-        return shared + self.step_tiles * products * 2048 + self.threads // 32 * own
+        tiles = 1 if self.paired and self.rotary == 1 else self.step_tiles  # of the table
+        return shared + tiles * products * 2048 + self.threads // 32 * own
 
 
 def parts(dim: int) -> list[int]:

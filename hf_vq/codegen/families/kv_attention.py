@@ -100,6 +100,8 @@ _PER_BLOCK = 1500  # of a multiprocessor, of them: tables, floats, sums
 _WARPS = 16  # of a multiprocessor, that keep it busy
 _ON_THEIR_WAY = 48 << 10  # bytes of codes for one multiprocessor, at best
 _MEMORY = 0.93  # of its peak that can be had
+_L1 = 32 << 10  # bytes of L1 cache; on an H200, launches that leave it fewer begin later:
+_LATER = 1300  # cycles
 
 
 def plan_of(
@@ -186,7 +188,7 @@ def misfit(
 
 def candidates(problem: AttentionProblem) -> list[AttentionPlan]:
     """Every plan that could be meant for a problem, also those that cannot run."""
-    pairs = (2, 1) if problem.rotary and _pairs(problem) else (1,)  # the first is as good or better
+    pairs = (2, 1) if problem.rotary and _pairs(problem) else (1,)
     # What no thread copies is there a step later; with more steps ahead it never was faster.
     return [
         plan_of(problem, *block, steps, depth, centres)
@@ -200,9 +202,9 @@ def registers(plan: AttentionPlan) -> int:
     sums = 4 * plan.value_words * plan.query_tiles
     if plan.key_learned or plan.value_learned:
         mixed = plan.key_learned != plan.value_learned
-        sums += 16 + 8 * (plan.swizzle_orders >= 4 or mixed)  # the orders of a lane's groups
+        sums += 16 + 8 * (plan.swizzle_orders > 1 or mixed)  # the orders of a lane's groups
     if any(len(parts(dim)) > 1 for dim in (plan.key_dim, plan.value_dim)):
-        sums += 16  # addresses of both parts
+        sums += 16 + 4 * (plan.step_tiles - 1)  # addresses of both parts
     if plan.numbers > 1:
         sums += 12 + 4 * plan.paired  # zeros, their sums, and more words in flight
     queries = 12 * plan.query_tiles + 16 * (plan.query_tiles == 2)
@@ -221,6 +223,7 @@ def registers(plan: AttentionPlan) -> int:
         _REGISTERS + sums + queries + 20 * (plan.step_tiles - 1) * plan.query_tiles
         + 8 * (plan.mask is not Mask.NONE) + 4 * plan.softcapped + 24 * (not plan.bulk)
         + 24 * (plan.rotary > 0 and not roomy)
+        + 4 * (plan.rotary * plan.step_tiles > 2 and plan.page > 0)
     )  # fmt: skip
 
 
@@ -275,7 +278,9 @@ def cost(plan: AttentionPlan, problem: AttentionProblem) -> Cost:
     bound, longest = max(parts.items(), key=lambda part: part[1])
     busy = queue * (longest + NOT_HIDDEN * (sum(parts.values()) - longest))
     idle = (rounds - 1) * _ENDS / plan.blocks_per_sm**2
-    cycles = busy + idle + _PROLOGUE + _PER_BLOCK * plan.blocks_per_sm
+    shared = plan.blocks_per_sm * (plan.shared_bytes + RESERVED_BYTES)
+    late = _LATER * (arch.overlaps_launches and shared > arch.shared_per_sm - _L1)
+    cycles = busy + idle + late + _PROLOGUE + _PER_BLOCK * plan.blocks_per_sm
     return Cost(problem.groups * problem.tokens * token, cycles, bound)
 
 

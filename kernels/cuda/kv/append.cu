@@ -80,6 +80,7 @@ __device__ inline void universal(const Arguments& a, uint32_t* shared) {
                                                                  token < a.tokens);
     return row;
   };
+  Mine::prefetch(place.mean, place.smoothing(), place.turned(0));
   wait_for_grids();
   let_next_grid_begin();
   Mine row = next();

@@ -60,8 +60,12 @@ template <typename S> struct Row {
     for (int upper = 0; upper < uppers; ++upper) {
       constexpr int count = width * x;
       const int at = first(upper) * x;
-      float part[count] = {}, centre[count] = {};
-      if (exists && has(upper)) {
+      float part[count] = {}, centre[count] = {}, factor[count];
+      typename Turned::template Part<count, S::few> turning(turned, at);
+      const bool some = exists && has(upper);
+      const float* const factors = centred ? smoothing() : nullptr;
+      if (some) {
+        turning.load();
         if constexpr (aligned) {
           load_floats<D>(row + at * size_of<D>, part);
         } else {
@@ -73,27 +77,26 @@ template <typename S> struct Row {
           }
         }
         if constexpr (centred) load_floats<Dtype::FLOAT32>(mean + at, centre);
+        if (factors) load_floats<Dtype::FLOAT32>(factors + at, factor);
       }
 #pragma unroll
-      for (int i = 0; i < count; ++i) value[upper * width + i / x][i % x] = __fsub_rn(part[i], centre[i]);
-      if constexpr (Turned::some)
-        if (exists && has(upper))
-#pragma unroll
-          for (int i = 0; i < count; ++i) {
-            float& number = value[upper * width + i / x][i % x];
-            number = __fsub_rn(number, turned(at + i));
-          }
-      if constexpr (!centred) continue;
-      if (const float* const factors = smoothing(); factors && exists && has(upper)) {
-        float factor[count];
-        load_floats<Dtype::FLOAT32>(factors + at, factor);
-#pragma unroll
-        for (int i = 0; i < count; ++i) {
-          float& number = value[upper * width + i / x][i % x];
-          number = __fmul_rn(number, factor[i]);
-        }
+      for (int i = 0; i < count; ++i) {
+        float& number = value[upper * width + i / x][i % x];
+        number = __fsub_rn(part[i], centre[i]);
+        if constexpr (Turned::some)
+          if (some) number = __fsub_rn(number, turning(i));
+        if (factors && some) number = __fmul_rn(number, factor[i]);
       }
     }
+  }
+
+  // L2 prefetch of what `load` reads besides the token, by a thread each for 32 bytes.
+  template <class Turned>
+  __device__ static void prefetch(const float* mean, const float* smoothing, const Turned& turned) {
+    const int at = 8 * threadIdx.x;
+    if (mean && at < dim) prefetch_line(mean + at);
+    if (mean && smoothing && at < dim) prefetch_line(smoothing + at);
+    turned.prefetch();
   }
 
   // A row of huge numbers becomes smaller. Returns what 1 is then. All lanes of a warp.

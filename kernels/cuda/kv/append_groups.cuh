@@ -83,6 +83,8 @@ template <typename S> struct Groups {
   template <class Turned>
   __device__ void load(const char* row, const float* mean, const Turned& turned, int i, float (&w)[x]) const {
     const int first = (mine * unit + i) * x;
+    typename Turned::template Part<x, S::few> turning(turned, first);
+    turning.load();
     if constexpr (S::aligned) {
       load_floats<S::dtype>(row + first * number, w);
     } else {
@@ -96,7 +98,7 @@ template <typename S> struct Groups {
 #pragma unroll
     for (int c = 0; c < x; ++c) {
       w[c] = __fsub_rn(w[c], S::centred ? mean[first + c] : 0.0f);
-      if constexpr (Turned::some) w[c] = __fsub_rn(w[c], turned(first + c));
+      if constexpr (Turned::some) w[c] = __fsub_rn(w[c], turning(c));
       w[c] *= 2.0f;
     }
   }

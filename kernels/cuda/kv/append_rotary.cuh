@@ -9,6 +9,11 @@
 
 struct NothingTurns {
   static constexpr bool some = false;
+  template <int N, bool AtOnce> struct Part {
+    __device__ Part(const NothingTurns&, int) {}
+    __device__ void load() {}
+  };
+  __device__ void prefetch() const {}
 };
 
 // R_n m of a token of one head.
@@ -18,15 +23,50 @@ struct TurnedMean {
   const float* m;
   int64_t position;  // n
 
-  __device__ float operator()(int channel) const {
-    if (channel >= 2 * mean.pairs) return 0.0f;
-    const bool second = mean.interleaved ? channel % 2 : channel >= mean.pairs;
-    const int pair = mean.interleaved ? channel / 2 : second ? channel - mean.pairs : channel;
-    const float a = m[channel_of(mean, pair, false)], b = m[channel_of(mean, pair, true)];
-    if (a == 0.0f && b == 0.0f) return 0.0f;
-    float cosine, sine;
-    cos_sin(2 * position, turns_of(mean.inv_freq[pair]), cosine, sine);
-    return second ? fmaf(a, sine, __fmul_rn(b, cosine)) : fmaf(-b, sine, __fmul_rn(a, cosine));
+  // Of `N` channels from `first` on. `AtOnce`: `load` asks for all numbers beside those of the token, since trips to memory
+  // one after the other take longer than the rest of a launch for few tokens; else fewer registers are needed.
+  template <int N, bool AtOnce> struct Part {
+    static constexpr int kept = AtOnce ? N : 1;
+    const TurnedMean& turned;
+    int first;
+    float own[kept], partner[kept], inv_freq[kept];  // m of a channel, and of the other one of its pair
+
+    __device__ Part(const TurnedMean& turned, int first) : turned(turned), first(first) {}
+
+    __device__ bool second(int channel) const {
+      return turned.mean.interleaved ? channel % 2 : channel >= turned.mean.pairs;
+    }
+
+    __device__ void load() {
+      if constexpr (AtOnce)
+#pragma unroll
+        for (int i = 0; i < N; ++i) load(i);
+    }
+    __device__ void load(int i) {
+      const RotaryMean& mean = turned.mean;
+      const int channel = first + i, at = i % kept, other = second(channel);
+      const bool some = channel < 2 * mean.pairs;
+      const int pair = mean.interleaved ? channel / 2 : other ? channel - mean.pairs : channel;
+      own[at] = some ? turned.m[channel] : 0.0f;
+      partner[at] = some ? turned.m[channel_of(mean, pair, !other)] : 0.0f;
+      inv_freq[at] = some ? mean.inv_freq[pair] : 0.0f;
+    }
+
+    __device__ float operator()(int i) {
+      if constexpr (!AtOnce) load(i);
+      const int at = i % kept;
+      if (own[at] == 0.0f && partner[at] == 0.0f) return 0.0f;
+      float cosine, sine;
+      cos_sin(2 * turned.position, turns_of(inv_freq[at]), cosine, sine);
+      return fmaf(second(first + i) ? partner[at] : -partner[at], sine, __fmul_rn(own[at], cosine));
+    }
+  };
+
+  // L2 prefetch of what is loaded, by a thread each for 32 bytes. It is safe while earlier kernels still write.
+  __device__ void prefetch() const {
+    const int at = 8 * threadIdx.x;
+    if (at < 2 * mean.pairs) prefetch_line(m + at);
+    if (at < mean.pairs) prefetch_line(mean.inv_freq + at);
   }
 };
 

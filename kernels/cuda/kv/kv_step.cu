@@ -178,6 +178,7 @@ __device__ inline void store_side(const Arguments& a, const Side& side, int numb
     constexpr bool together = search.split > 1;  // all warps have the same rows
     constexpr int teams = 32 / S::lanes, at_a_time = teams * (together ? 1 : Plan::threads / 32);
     const int team = (together ? threadIdx.x % 32 : threadIdx.x) / S::lanes;
+    Row<S>::prefetch(head.mean(), head.smoothing(), head.turned(0));
     wait_for_grids();
     let_next_grid_begin();
     const int length = copy(head, 0, S::dim);

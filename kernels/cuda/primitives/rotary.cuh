@@ -47,9 +47,14 @@ __device__ inline uint64_t turns_of(float inv_freq) {
   return bits >> 31 ? 0 - turns : turns;
 }
 
-// cos and sin of the angle at half of `twice`.
-__device__ inline void cos_sin(int64_t twice, uint64_t turns, float& cosine, float& sine) {
-  const float angle = float(int(uint64_t(twice) * turns >> 32)) * 1.4629180792671596e-9f;  // 2 pi / 2^32
+// cos and sin of an angle in units of 2 pi / 2^32.
+__device__ inline void cos_sin(int phase, float& cosine, float& sine) {
+  const float angle = float(phase) * 1.4629180792671596e-9f;
   asm("cos.approx.ftz.f32 %0, %1;" : "=f"(cosine) : "f"(angle));
   asm("sin.approx.ftz.f32 %0, %1;" : "=f"(sine) : "f"(angle));
+}
+
+// cos and sin of the angle at half of `twice`.
+__device__ inline void cos_sin(int64_t twice, uint64_t turns, float& cosine, float& sine) {
+  cos_sin(int(uint64_t(twice) * turns >> 32), cosine, sine);
 }

@@ -135,6 +135,13 @@ __device__ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
       : "memory");
 }
 
+// True in one lane of the warp, whose lanes are all here. What only that lane does is compiled to uniform instructions.
+__device__ inline bool one_lane() {
+  uint32_t one;
+  asm volatile("{\n.reg .pred one;\nelect.sync _|one, 0xffffffff;\nselp.u32 %0, 1, 0, one;\n}" : "=r"(one));
+  return one;
+}
+
 // Bulk copy of `bytes` (a multiple of 16) from global to shared memory; completion is signalled on `barrier`.
 __device__ inline void copy_bulk(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),

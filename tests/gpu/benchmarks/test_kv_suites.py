@@ -28,7 +28,7 @@ def test_cuda_attention():
     assert {(row["name"], row["mean"]) for row in turning} == {
         ("u4", mean) for mean in cuda_attention.TURNING
     }
-    assert all(row["of_plain"] > 0 for row in turning)
+    assert all(row["of_plain"] > 0 and row["step_of_plain"] > 0 for row in turning)
     stores = [row for row in found if row["what"] == "store"]
     assert {row["name"] for row in stores} == {"bf16", "u4", "cq-2"}
     memory = {row["name"]: row["smaller"] for row in found if row["what"] == "memory"}

@@ -7,6 +7,7 @@ up to 200 in a pair of channels, beside queries and codes of unit variance; posi
 of append, and of a step of a static cache, is run by tests/gpu/test_buckets.py.
 """
 
+import functools
 import itertools
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -16,8 +17,10 @@ import torch
 from transformers import LlamaConfig
 
 from hf_vq import dispatch
+from hf_vq.backends.cuda.kv.attention import attention
 from hf_vq.cache import VQCache, attend
 from hf_vq.codegen.attention_plan import Mask
+from hf_vq.codegen.families.kv_attention import best
 from hf_vq.codegen.jit.compiler import cubin
 from hf_vq.codegen.jit.device import device_arch
 from hf_vq.codegen.jit.kernel_store import default_store
@@ -100,6 +103,23 @@ def test_attention(case):
         )  # fmt: skip
         assert dispatch.select(asked).name == "cuda.vq_attention"
         run_twice(case, torch.device("cuda"))
+
+
+@pytest.mark.parametrize("name", ["u4", "u2"])
+def test_layouts_of_centres(name):
+    """Of paired queries, the second column of a query has the next pair of steps (`rotary` 2) or
+    the second tile of a step (`step_tiles` 2 and `rotary` 1), or is not used: whatever is chosen,
+    each is run."""
+    torch.manual_seed(7)
+    case = of(name, 128, 4, tokens=3000)
+    plans = {}
+    for plan in best(case.problem(device_arch(torch.cuda.current_device()))):
+        plans.setdefault((plan.step_tiles, plan.rotary), plan)
+    assert {(1, 1), (1, 2), (2, 1)} <= set(plans)
+    query, cached, mask = inputs = case.inputs(torch.device("cuda"))
+    for plan in plans.values():
+        run = functools.partial(attention, query, cached, mask, None, 128**-0.5, 0.0, plan)
+        case.check(inputs, twice(lambda run=run: (run(),)))
 
 
 @pytest.mark.parametrize("largest", [1.0, 200.0, 20_000.0])

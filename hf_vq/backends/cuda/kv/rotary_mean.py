@@ -19,6 +19,9 @@ _TYPES: dict[str, Any] = {POINTER: ctypes.c_void_p, INT64: ctypes.c_int64, INT32
 FIELDS: list[Any] = [(f"rotary_{name}", _TYPES[str(kind)]) for name, kind in ROTARY_MEAN.members]
 """The same behind the fields of another structure."""
 
+FARTHEST = 1 << 28
+"""How far from 0 positions may begin: kernels double them in 32 bits."""
+
 
 def rotary_mean(view: KVCacheView) -> tuple[int, ...]:
     """Its members, checked: a kernel would read, or write, anywhere. Rows of a cache in pages share
@@ -46,6 +49,11 @@ def rotary_mean(view: KVCacheView) -> tuple[int, ...]:
             f"a rotary mean is float32 {list(shape)} with frequencies float32 [r], r pairs of "
             f"channels; got {list(mean.shape)} of {mean.dtype}"
             + ("." if inv_freq is None else f" and {list(inv_freq.shape)} of {inv_freq.dtype}.")
+        )
+    if abs(view.rotary_start) > FARTHEST:
+        raise VQFormatError(
+            f"positions of keys with a rotary mean begin within {FARTHEST} of 0, not at "
+            f"{view.rotary_start}."
         )
     row = 0 if shape[0] == 1 else mean.stride(0)
     return (

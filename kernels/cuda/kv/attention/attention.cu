@@ -203,7 +203,7 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm)
   extern __shared__ __align__(128) char shared[];
   constexpr int tables = KeyTable::bytes + ValueTable::bytes;
   constexpr int ring_at = tables + Query::bytes + columns_of_block * int(sizeof(Staged));
-  constexpr int own_bytes = Plan::pipeline_depth * Step::bytes, rotary_at = ring_at + warps * own_bytes;
+  constexpr int own_bytes = Step::ring_bytes, rotary_at = ring_at + warps * own_bytes;
   char* const staged = shared + tables;
   if (__cvta_generic_to_shared(shared) != shared_begin) __trap();
   // The same in all lanes, and known to be: what is copied whole needs uniform addresses.
@@ -212,7 +212,7 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm)
   const int group = quotient(blockIdx.x, a.inverse_splits), split = blockIdx.x - group * a.splits;
   const int heads = quotient(group, a.inverse_across), first_column = (group - heads * a.across) * queries_of_block;
   const int row = quotient(heads, a.inverse_heads), kv_head = heads - row * a.kv_heads;
-  Step::CacheRows cache_rows(a, row, kv_head, lane);
+  Step::CacheRows cache_rows(a, row, kv_head);
   const KeyTable key_table(a.keys.codebook, kv_head, lane);
   const ValueTable value_table(a.values.codebook, kv_head, lane);
 
@@ -226,15 +226,21 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm)
   };
   if (early && warp < warps / 2) fill(Plan::threads / 2);
   const uint32_t ring = shared_begin + ring_at + warp * own_bytes;
-  Step::begin(ring, lane);
+  Step::begin(cache_rows, ring, lane);
 
   if (warp == warps - 1) Query::prefetch(a, row, kv_head, lane), Rotary::prefetch(a, row, kv_head, lane);
   if (!a.length) {  // about what this warp will copy first
     const int steps = (a.coded + tokens_of_step - 1) / tokens_of_step;
     const int first = steps >= a.splits * warps ? quotient(steps * split, a.inverse_splits) : split * warps;
-    for (int i = 0; i < Plan::pipeline_depth; ++i) Step::prefetch(cache_rows, (first + warp + i * warps) * tokens_of_step, a.coded, lane);
+    for (int i = 0; i < Plan::pipeline_depth; ++i) Step::prefetch(ring, (first + warp + i * warps) * tokens_of_step, a.coded, lane);
   }
+  // Warps of the second half read what is stored as floats, those of the first prepare what codes need, if they can:
+  //
+  //     0 ..   queries and tables   .. half ..   the rotary mean   .. ready ..   floats   .. warps
+  constexpr int half = warps / 2, eighth = at_least(warps / 8, 1);
+  Query::Loads loads(a, row, kv_head, first_column, lane, warp);
   wait_for_grids();
+  if constexpr (Query::Loads::early) loads.begin(lane);
   let_next_grid_begin();
   const Tokens tokens(a, row);
   const int coded_end = tokens.end(a, a.queries - 1), steps = (coded_end + tokens_of_step - 1) / tokens_of_step;
@@ -250,15 +256,11 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm)
   const auto ask = [&] {
 #pragma unroll
     for (int i = 0; i < Plan::pipeline_depth - 1; ++i) {
-      if (at + i * warps < end) Step::copy(cache_rows, (at + i * warps) * tokens_of_step, ring + i * Step::bytes, lane);
+      if (at + i * warps < end) Step::copy(cache_rows, (at + i * warps) * tokens_of_step, ring, ring + i * Step::bytes, lane);
       Step::commit();
     }
   };
 
-  // Warps of the second half read what is stored as floats, those of the first prepare what codes need, if they can:
-  //
-  //     0 ..   queries and tables   .. half ..   the rotary mean   .. ready ..   floats   .. warps
-  constexpr int half = warps / 2, eighth = at_least(warps / 8, 1);
   const int near = tokens.near(a, 0), sink_tiles = (a.sinks + 15) / 16;
   const int float_tiles = sink_tiles + (tokens.total - near + 15) / 16;
   const auto free = [&](int count) { return split + active * (warps - count) >= float_tiles; };  // of the first `count` warps, none reads any
@@ -271,7 +273,7 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm)
       if (free(count)) ready = count;
   }
   if (steps > 0 && warp < others)
-    Query::stage(a, tokens, row, kv_head, first_column, staged, others, [&] {
+    Query::stage(a, tokens, row, kv_head, first_column, staged, others, loads, [&] {
       ask();
       if (!early) fill(32 * others);
     });
@@ -298,13 +300,14 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm)
     asm volatile("bar.sync 2, %0;" ::"n"(Plan::threads) : "memory");
   }
 
+  const bool busy = first_float < float_tiles || begin + warp < end;
   const auto attend = [&](auto& sums) {
     using Sums = typename Referred<decltype(sums)>::Type;
     if (at >= end) return;
     // Made again: the registers were needed.
     int same_head = kv_head;
     asm volatile("" : "+r"(same_head));
-    Step::CacheRows cache_rows(a, row, same_head, lane);
+    Step::CacheRows cache_rows(a, row, same_head);
     cache_rows.end = coded_end;
     const KeyTable key_table(a.keys.codebook, same_head, lane);
     const ValueTable value_table(a.values.codebook, same_head, lane);
@@ -325,7 +328,7 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm)
       __syncwarp();  // the slot of the step before is free
       const int first = at * tokens_of_step;
       if (at + (Plan::pipeline_depth - 1) * warps < end)
-        Step::copy(cache_rows, first + (Plan::pipeline_depth - 1) * warps * tokens_of_step, free, lane);
+        Step::copy(cache_rows, first + (Plan::pipeline_depth - 1) * warps * tokens_of_step, ring, free, lane);
       Step::commit();
       if constexpr (Plan::rotary > 0)
         if (step % Rotary::steps == 0 && rotary.find(rotary_of<Arguments>(a), first, lane)) query = Query(staged, lane);
@@ -354,9 +357,8 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm)
     }
     shift(1.0f);
   };
-  const auto busy = [&] { return first_float < float_tiles || begin + warp < end; };
   if constexpr (Plan::paired) {
-    if (busy()) {
+    if (busy) {
       Paired paired(state, lane);
       attend(paired);
       paired.leave(state, lane);
@@ -371,7 +373,7 @@ extern "C" __global__ void __launch_bounds__(Plan::threads, Plan::blocks_per_sm)
     reduce_columns(state);
   }
   if constexpr (Values::integers)
-    if (busy()) state.from_integers();
+    if (busy) state.from_integers();
   Step::end(ring, lane);  // the results of the warps overwrite their buffers
-  finish(a, state, shared, row, kv_head, first_column, group, split, active, busy(), Values::block > 1 && steps > 0);
+  finish(a, state, shared, row, kv_head, first_column, group, active, busy, Values::block > 1 && steps > 0);
 }

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // O = R^-1 sum_w sum_w O_w / total: reduction of the warps of a block, then of the blocks of a KV head.
 //
-//     warps of a block     add in shared memory, [warps][tiles][words][32 lanes] float4
+//     warps of a block     add in shared memory, [warps][tiles][words][32 lanes] float4, those of a warp 16 bytes further
+//                          into the banks than those of the warp before: the lanes of an item read four of them
 //     blocks of a group    write partial results to global memory; the last block to arrive adds them in block order:
 //                          the result does not depend on timing
 //
@@ -13,7 +14,8 @@ constexpr int warps = Plan::threads / 32;
 static_assert(warps % 4 == 0, "lanes that share an item have as many warps each");
 constexpr int fragments = Plan::query_tiles * value_words * 32;  // float4 of a warp, or of a block
 constexpr int pairs_of_block = columns_of_block / 2;
-constexpr int sharers = 4;  // lanes that add up an item together
+// Lanes that add up an item together: as many as leave one item for each, of up to four queries in 128 channels.
+constexpr int sharers = warps >= 16 ? 4 : warps >= 8 ? 2 : 1;
 
 // Sums of two columns, from places that have them, by the `sharers` lanes of an item: m, the same in all of them, and
 // totals and sums of what each has seen.
@@ -59,13 +61,14 @@ struct Merged {
 // Layout of the warps' results in shared memory and of a block's results in global memory.
 struct Meeting {
   static constexpr int row = Values::dim + Values::dim / 16 + 4;  // floats of a column; padded, lanes write apart
-  static constexpr int most_at = warps * fragments * 16;
-  static constexpr int sums_at = most_at + warps * pairs_of_block * 16;
+  static constexpr int fragments_apart = fragments + 1, pairs_apart = pairs_of_block + 1;  // float4 from warp to warp
+  static constexpr int most_at = warps * fragments_apart * 16;
+  static constexpr int sums_at = most_at + warps * pairs_apart * 16;
   static constexpr int bytes = sums_at + columns_of_block * row * 4 + 16;
   static constexpr int left = pairs_of_block + fragments;  // float4 in global memory
 
-  float4* fragment;  // [warps][fragments]
-  float4* most;      // [warps][pairs]: m and total of two columns
+  float4* fragment;  // [warps][fragments_apart]
+  float4* most;      // [warps][pairs_apart]: m and total of two columns
   float* sums;       // [columns][row]: number d of a column at d + d / 16
   uint32_t* last;
 
@@ -89,11 +92,11 @@ struct Meeting {
 #pragma unroll
           for (int i = 0; i < value_words; ++i) {
             const float(&d)[4] = state.sums[n][i];
-            fragment[warp * fragments + (n * value_words + i) * 32 + lane] = make_float4(d[0], d[1], d[2], d[3]);
+            fragment[warp * fragments_apart + (n * value_words + i) * 32 + lane] = make_float4(d[0], d[1], d[2], d[3]);
           }
       }
       if (lane < 4)
-        most[warp * pairs_of_block + n * 4 + lane] =
+        most[warp * pairs_apart + n * 4 + lane] =
             make_float4(state.most[n][0], state.total[n][0], state.most[n][1], state.total[n][1]);
     }
   }
@@ -172,17 +175,17 @@ __device__ inline void rotate_back(const Arguments& a, const Meeting& partial_su
   }
 }
 
-// Sums of all warps -> the result. `active` blocks of the group have tokens; `group` is its number, `split` that of
-// this block; `busy`: whether this warp had tokens; `rotated`: whether sums are of rotated values.
+// Sums of all warps -> the result. `active` blocks of the group have tokens; `group` is its number; `busy`: whether this
+// warp had tokens; `rotated`: whether sums are of rotated values.
 __device__ inline void finish(const Arguments& a, State& state, char* shared, int row, int kv_head, int first,
-                              int group, int split, int active, bool busy, bool rotated) {
+                              int group, int active, bool busy, bool rotated) {
   const Meeting partial_sums(shared);
   const int count = min(a.groups * a.queries - first, queries_of_block);
   __syncthreads();  // tables and codes are not needed any more
   partial_sums.leave(state, busy, count, threadIdx.x % 32, threadIdx.x / 32);
   __syncthreads();
   float4* const all = reinterpret_cast<float4*>(a.partial) + int64_t(group) * a.splits * Meeting::left;
-  float4* const own = all + int64_t(split) * Meeting::left;
+  float4* const own = reinterpret_cast<float4*>(a.partial) + int64_t(blockIdx.x) * Meeting::left;
   const int part = threadIdx.x % sharers, items = (count + 1) / 2 * Item::of_pair;  // times sharers: whole warps
   for (int number = threadIdx.x / sharers; number < items; number += Plan::threads / sharers) {
     const Item item(number);
@@ -191,9 +194,9 @@ __device__ inline void finish(const Arguments& a, State& state, char* shared, in
 #pragma unroll
     for (int i = 0; i < warps / sharers; ++i) {
       const int w = i * sharers + part;
-      of[i] = partial_sums.most[w * pairs_of_block + item.pair];
+      of[i] = partial_sums.most[w * Meeting::pairs_apart + item.pair];
       sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      if (fmaxf(of[i].x, of[i].z) > lowest) sums[i] = partial_sums.fragment[w * fragments + item.at];
+      if (fmaxf(of[i].x, of[i].z) > lowest) sums[i] = partial_sums.fragment[w * Meeting::fragments_apart + item.at];
     }
     merged.add(of, sums);
     merged.gather();

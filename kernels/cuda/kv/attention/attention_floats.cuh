@@ -11,7 +11,9 @@ __device__ inline float capped(float s, float c) {
 // The tile of 16 floats from `first` on, sinks or tail, for all columns of the warp.
 __device__ inline void add_floats(const Arguments& a, const Tokens& tokens, int row, int kv_head, int first_column,
                                   bool sinks, int first, State& state) {
-  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  int thread;  // read again, so that no register is kept for the lane until here
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  const int lane = thread % 32, g = lane / 4, t = lane % 4;
   const auto token = [&](const Floats& x, int i) {
     int slot = sinks ? min(i, a.sinks - 1) : max(min(i, tokens.total - 1), tokens.tail_start) - tokens.tail_start;
     if (!sinks) slot += slot + tokens.first_slot < a.tail_slots ? tokens.first_slot : tokens.first_slot - a.tail_slots;

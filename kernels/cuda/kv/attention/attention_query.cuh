@@ -98,31 +98,53 @@ struct Query {
     if (smooths && a.smoothing && 8 * lane < Keys::dim) prefetch_line(a.smoothing + at);
   }
 
-  // Rotates the columns from `first` on of one kv head, by the first `warps` warps; `staged` holds `bytes` and `Staged`
-  // of each column. What is between the loads and their use is `meanwhile`.
-  template <class Body>
-  __device__ static void stage(const Arguments& a, const Tokens& tokens, int row, int kv_head, int first, char* staged,
-                               int warps, const Body& meanwhile) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    constexpr int each = (Keys::dim + 31) / 32;
-    const float* const mean = a.mean ? a.mean + row * a.mean_row + kv_head * a.mean_head : nullptr;
-    const float* const smoothing = smooths && a.smoothing ? a.smoothing + row * a.mean_row + kv_head * a.mean_head : nullptr;
+  // What a warp loads for its first column, numbers 32 i + lane: addresses are known before the grids that are waited for
+  // have ended, and `early` loads begin at once after that, before copies of codes are in their way.
+  struct Loads {
+    static constexpr int each = (Keys::dim + 31) / 32;
+    // Of the usual plans; others have no registers left.
+    static constexpr bool early = each <= 4 && Plan::query_tiles == 1 && !Keys::learned && !Values::learned && causal;
+    const uint16_t* q;
+    const float *mean, *smoothing;
+    bool exists;
     float centre[each], inverse[smooths ? each : 1];
-    uint16_t loaded[each];
-    const auto load = [&](const Column& at) {
-      const uint16_t* const q = place(a.query, row, at.head, at.query);
+    uint16_t number[each];
+
+    __device__ Loads(const Arguments& a, int row, int kv_head, int first, int lane, int column) {
+      const Column at(a, kv_head, first, column);
+      const int64_t of_head = row * a.mean_row + kv_head * a.mean_head + lane;
+      exists = at.exists && column < columns;
+      q = place(a.query, row, at.head, at.query) + lane;
+      mean = a.mean ? a.mean + of_head : nullptr, smoothing = smooths && a.smoothing ? a.smoothing + of_head : nullptr;
+    }
+
+    __device__ void begin(int lane) {
+      load(q, exists, lane);
 #pragma unroll
       for (int i = 0; i < each; ++i) {
-        const int channel = 32 * i + lane;
-        loaded[i] = at.exists && channel < Keys::dim ? load_early(q + channel) : 0;
+        const bool some = exists && 32 * i + lane < Keys::dim;
+        centre[i] = mean && some ? load_early(mean + 32 * i) : 0.0f;
+        if constexpr (smooths) inverse[i] = smoothing && some ? load_early(smoothing + 32 * i) : 1.0f;
       }
-    };
+    }
+
+    // `from`: number `lane` of a column.
+    __device__ void load(const uint16_t* from, bool some, int lane) {
 #pragma unroll
-    for (int i = 0; i < each; ++i) centre[i] = mean && 32 * i + lane < Keys::dim ? load_early(mean + 32 * i + lane) : 0.0f;
-#pragma unroll
-    for (int i = 0; smooths && i < each; ++i)
-      inverse[i] = smoothing && 32 * i + lane < Keys::dim ? load_early(smoothing + 32 * i + lane) : 1.0f;
-    load(Column(a, kv_head, first, warp));
+      for (int i = 0; i < each; ++i) number[i] = some && 32 * i + lane < Keys::dim ? load_early(from + 32 * i) : 0;
+    }
+  };
+
+  // Rotates the columns from `first` on of one kv head, by the first `warps` warps; `staged` holds `bytes` and `Staged`
+  // of each column. `loads` were begun; what is done before they are waited for is `meanwhile`.
+  template <class Body>
+  __device__ static void stage(const Arguments& a, const Tokens& tokens, int row, int kv_head, int first, char* staged,
+                               int warps, Loads& loads, const Body& meanwhile) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    constexpr int each = Loads::each;
+    const float(&centre)[each] = loads.centre;
+    auto& inverse = loads.inverse;
+    if constexpr (!Loads::early) loads = Loads(a, row, kv_head, first, lane, warp), loads.begin(lane);
     meanwhile();
 #pragma unroll
     for (int i = 0; smooths && i < each; ++i) inverse[i] = __frcp_rn(inverse[i]);
@@ -137,10 +159,10 @@ struct Query {
           reinterpret_cast<Staged*>(staged + bytes)[column] = {mask_of(a, row, at), 0.0f, 0.0f, 0.0f, 0};
         continue;
       }
-      if (column != warp) load(at);
+      if (column != warp) loads.load(place(a.query, row, at.head, at.query) + lane, true, lane);
       float value[each], most = 0.0f, shift = 0.0f, sum = 0.0f;
 #pragma unroll
-      for (int i = 0; i < each; ++i) value[i] = to_float<Plan::dtype>(loaded[i]);
+      for (int i = 0; i < each; ++i) value[i] = to_float<Plan::dtype>(loads.number[i]);
 #pragma unroll
       for (int i = 0; i < each; ++i) shift += value[i] * centre[i];
 #pragma unroll

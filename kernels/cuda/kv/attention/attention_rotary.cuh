@@ -11,8 +11,11 @@
 //     [ step ]   ..  other warps  ..   c   ..   [ next step ]        token c + d:  E_d + O_d      E_d = sum_p A_p cos(d f_p)
 //      c - d                                         c + d           token c - d:  E_d - O_d      O_d = sum_p B_p sin(d f_p)
 //
-//     E = cos x A      table rows: the offsets d of a step, 16 a tile; columns: queries (paired: and for each those of the
-//     O = sin x B      next pair of steps); k: pairs that turn. Half the products of tokens times channels
+//     E = cos x A      table rows: the offsets d of a step, 16 a tile; columns: queries; k: pairs that turn.
+//     O = sin x B      Half the products of tokens times channels
+//
+// Paired queries (attention_gqa_small.cuh) have a second column: for the next pair of steps or, if a step has two tiles, for
+// its second tile, whose tokens are 8 later: centre c + 8, and the table is that of the first tile.
 //
 // Rows and columns are those of the products with codes, so that a lane finds the logits that it needs itself. Those of
 // c - d belong to the lane that has the mirrored token: rows g and g ^ 5.
@@ -32,16 +35,18 @@
 struct Rotary {
   static constexpr int products = (Keys::dim / 2 + 15) / 16, pairs = 16 * products;  // at most
   static constexpr int queries = queries_of_block;
-  // Pairs of steps whose logits a warp finds together: of two, both columns of a query are in use.
-  static constexpr int centres = at_least(Plan::rotary, 1), steps = 2 * centres;
+  // Pairs of steps whose logits a warp finds together; centres of tiles: of two, both columns of a query are in use.
+  static constexpr bool by_tiles = Plan::paired && Plan::step_tiles > 1 && Plan::rotary == 1;
+  static constexpr int centres = at_least(Plan::rotary, 1), steps = 2 * centres, columns = by_tiles ? 2 : centres;
   static_assert(centres == 1 || Plan::paired, "a query has a column for each");
-  static constexpr int tiles = Plan::query_tiles;
+  static constexpr int tiles = Plan::query_tiles, table_tiles = by_tiles ? 1 : Plan::step_tiles;
+  static constexpr int last = tokens_of_step - 1 - 8 * by_tiles;  // of the tokens that the table has
   static constexpr int apart = Plan::threads / 32 * tokens_of_step;
   static constexpr int row = 8 * pairs + 16;  // bytes of the pairs of a query; padded, lanes read apart
   static constexpr int each = (Keys::dim / 2 + 31) / 32;  // pairs of a lane, while they are prepared
 
   static constexpr int turns_at = 16, scale_at = turns_at + 8 * pairs, query_at = scale_at + whole_pieces(4 * queries);
-  static constexpr int table_at = query_at + queries * row, own_at = table_at + Plan::step_tiles * products * 2048;
+  static constexpr int table_at = query_at + queries * row, own_at = table_at + table_tiles * products * 2048;
   // Of a warp: logits (before: turns of the pairs): of a step, of each column of a lane, those of all lanes.
   static constexpr int lane_bytes = 8 * Plan::step_tiles, step_bytes = tiles * columns_of_lane * 32 * lane_bytes;
   static constexpr int own_bytes = at_least(steps * step_bytes, 8 * pairs);
@@ -146,11 +151,11 @@ struct Rotary {
 
     __syncwarp();  // its turns are there
     const int busy = used == 1 && 2 * queries <= preparing ? queries : 0;  // warps that leave a small table to the others
-    const int begin = 32 * (warp - busy) + lane, end = warp < busy ? begin : Plan::step_tiles * used * 128;
+    const int begin = 32 * (warp - busy) + lane, end = warp < busy ? begin : table_tiles * used * 128;
     for (int item = begin; item < end; item += 32 * (preparing - busy)) {
-      const int at = item % 4, g = item / 16 % 8, t = item / 4 % 4, tile = item / 128 % Plan::step_tiles;
-      const int product = item / (128 * Plan::step_tiles), token = Step::of_row(g, at % 2, tile);
-      const int64_t twice = apart + 2 * token - tokens_of_step + 1;
+      const int at = item % 4, g = item / 16 % 8, t = item / 4 % 4, tile = item / 128 % table_tiles;
+      const int product = item / (128 * table_tiles), token = Step::of_row(g, at % 2, tile);
+      const int64_t twice = apart + 2 * token - last;
       float cosine[2], sine[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) cos_sin(twice, turns[16 * product + 4 * t + at / 2 * 2 + i], cosine[i], sine[i]);
@@ -181,20 +186,21 @@ struct Rotary {
   }
 
   // The logits of `steps` steps of the warp; the first one's tokens begin at `first`. False: nothing turns.
-  __device__ bool find(const RotaryMean& mean, int first, int lane) const {
+  __device__ bool find(const RotaryMean& mean, int first, uint32_t lane) const {
     const int used = this->used();
     if (used == 0) return false;
     asm volatile("" : "+r"(lane));  // no address is kept from one time to the next
-    const int g = lane / 4, t = lane % 4;
+    const uint32_t g = lane / 4, t = lane % 4;
     __syncwarp();  // the logits of the time before were read
 #pragma unroll 1
     for (int n = 0; n < tiles; ++n) {
       // Of the column g of a tile.
       const uint32_t of_query = base + query_at + (Plan::paired ? g / 2 : (8 * n + g) % queries) * row + t * 32;
-      float even[Plan::step_tiles][4] = {}, odd[Plan::step_tiles][4] = {};
+      float even[table_tiles][4] = {}, odd[table_tiles][4] = {};
+      int product = 0;
 #pragma unroll 1
-      for (int product = 0; product < used; ++product) {
-        float cosines, sines;  // of pair lane % 16 at centre lane / 16
+      do {
+        float cosines, sines;  // of pair lane % 16 in column lane / 16 of a query
         turn(mean, first, product, lane, cosines, sines);
         uint32_t high[2][2], low[2][2];  // of A, of B
 #pragma unroll
@@ -204,7 +210,7 @@ struct Rotary {
           float turned[2][2];
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
-            const int from = g % 2 % centres * 16 + 4 * t + 2 * two + i;
+            const uint32_t from = g % 2 % columns * 16 + 4 * t + 2 * two + i;
             const float A = __uint_as_float(q[2 * i]), B = __uint_as_float(q[2 * i + 1]);
             const float cosine = __shfl_sync(0xffffffff, cosines, from), sine = __shfl_sync(0xffffffff, sines, from);
             turned[0][i] = A * cosine + B * sine, turned[1][i] = B * cosine - A * sine;
@@ -214,27 +220,29 @@ struct Rotary {
             split(turned[which][0], turned[which][1], high[which][two], low[which][two]);
         }
 #pragma unroll
-        for (int tile = 0; tile < Plan::step_tiles; ++tile) {
+        for (int tile = 0; tile < table_tiles; ++tile) {
           const uint32_t from = base + table_at + (tile * products + product) * 2048 + lane * 16;
           multiply(from, high[0], low[0], even[tile]);
           multiply(from + 1024, high[1], low[1], odd[tile]);
         }
-      }
+      } while (++product < used);
+      float before[2 * Plan::step_tiles], after[2 * Plan::step_tiles];
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        if (c >= (Plan::paired ? centres : columns_of_lane)) continue;
+        if (c >= (Plan::paired ? columns : columns_of_lane)) continue;
         const int query = Plan::paired ? t : (8 * n + 2 * t + c) % queries;
         uint32_t scale[1];
         load_shared<4>(base + scale_at + query * 4, scale);
         const float by = __uint_as_float(scale[0]);
-        float before[2 * Plan::step_tiles], after[2 * Plan::step_tiles];
 #pragma unroll
-        for (int i = 0; i < 2 * Plan::step_tiles; ++i) {
-          const float e = even[i / 2][i % 2 * 2 + c] * by, o = odd[i / 2][i % 2 * 2 + c];
-          before[2 * Plan::step_tiles - 1 - i] = e - o * by, after[i] = e + o * by;
+        for (int i = 0; i < 2 * table_tiles; ++i) {
+          const float e = even[i / 2][i % 2 * 2 + c] * by, o = odd[i / 2][i % 2 * 2 + c] * by;
+          const int first = by_tiles ? 2 * c : 0;  // of the two rows of a tile
+          before[first + 2 * table_tiles - 1 - i] = e - o, after[first + i] = e + o;
         }
+        if (by_tiles && c == 0) continue;
         const uint32_t to = (Plan::paired ? 0 : n * columns_of_lane + c) * 32 * lane_bytes;
-        const int first_step = Plan::paired ? 2 * c : 0;
+        const int first_step = Plan::paired && !by_tiles ? 2 * c : 0;
         put(logits(first_step, lane ^ 20) + to, before);
         put(logits(first_step + 1, lane) + to, after);
       }
@@ -245,11 +253,12 @@ struct Rotary {
 
  private:
   // Angles of the pairs of a product at the centres of steps whose first token is `first`: those of a lane.
-  __device__ void turn(const RotaryMean& mean, int first, int product, int lane, float& cosine, float& sine) const {
+  __device__ void turn(const RotaryMean& mean, int first, int product, uint32_t lane, float& cosine, float& sine) const {
     uint32_t turns[2];
     load_shared<8>(base + turns_at + (16 * product + lane % 16) * 8, turns);
-    const int64_t twice = 2 * (first + mean.start) + apart + tokens_of_step - 1 + 4 * (lane / 16) * apart;
-    cos_sin(twice, uint64_t(turns[1]) << 32 | turns[0], cosine, sine);
+    // Positions are below 2^29. Of 64 bits times 64, only bits 32 to 63 count, all but the lowest two of them.
+    const int twice = 2 * (first + int(mean.start)) + apart + last + int(lane / 16) * (by_tiles ? 16 : 4 * apart);
+    cos_sin(int(uint32_t(twice) * turns[1] + 2 * uint32_t(__mulhi(twice, int(turns[0] >> 1)))), cosine, sine);
   }
 
   // Two numbers as fp16, and what is missing.
