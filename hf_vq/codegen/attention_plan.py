@@ -179,8 +179,14 @@ class AttentionPlan(Plan):
         row, logits = 128 * products + 16, 512 * self.query_tiles * columns * self.step_tiles
         own = max(self.rotary * logits, 128 * products)
         shared = 16 + 128 * products + _whole(4 * queries) + queries * row
-        tiles = 1 if self.paired and self.rotary == 1 else self.step_tiles  # of the table
-        return shared + tiles * products * 2048 + self.threads // 32 * own
+        return shared + self.rotary_tiles * products * 2048 + self.threads // 32 * own
+
+    @property
+    def rotary_tiles(self) -> int:
+        """Tiles of the table of cosines and sines; 0 without a rotary mean."""
+        if not self.rotary:
+            return 0
+        return 1 if self.paired and self.rotary == 1 else self.step_tiles
 
 
 def parts(dim: int) -> list[int]:

@@ -70,7 +70,7 @@ def append_plan(
     """
     x, bits = scheme.vector_size, scheme.entry_bits
     if not scheme.has_scale:
-        resident = 2 if x == 4 or rotary and not few else 3  # without local memory
+        resident = 2 if x == 4 or (rotary and not few) else 3  # without local memory
         return AppendPlan(
             _THREADS, resident, dtype, x, bits, dim, 1, centred, aligned, True, False, few, 0,
             _WARP, _unit(scheme), 0, rotary,

@@ -16,7 +16,7 @@ from .table_layout import fused
 
 MOST_QUERIES = 8  # of a row; for more, keys and values are dequantized once
 LARGEST_DIM = 256
-SHORT, LONG = 1024, 1 << 16  # tokens for which a kernel is made
+SHORT, LONG = 4096, 1 << 16  # tokens for which a kernel is made
 FEW, MANY = 32, 1024  # rows of the batch times kv heads, for which it is made
 _INDEX_BITS, _INTEGER_BITS = 8, 4
 
@@ -92,13 +92,19 @@ _BLOCKS = ((512, 1), (384, 1), (256, 2), (256, 1), (128, 1))
 _FEW_THREADS = 128  # only if shared memory holds no more codes in flight
 _STEPS, _DEPTHS = (1, 2), (2, 3, 4, 6)
 _REGISTERS = 60  # besides sums and queries
-_LATENCY = 1200  # cycles from asking for codes until they are there, with memory busy
-_STEP = (0, 1000, 1400)  # cycles of a warp for a step of one or two tiles
+_LATENCY = 900  # cycles from asking for codes until they are there, with memory busy
+_STEP = (0, 1000, 1200)  # cycles of a warp for a step of one or two tiles
 _PROLOGUE = 8000  # cycles before the first tile and after the last one
 _ENDS = 6400  # cycles between consecutive blocks, in which a single resident block reads nothing
-_PER_BLOCK = 1500  # of a multiprocessor, of them: tables, floats, sums
-_WARPS = 16  # of a multiprocessor, that keep it busy
+_PER_BLOCK = 1500  # of a multiprocessor, of them: tables, floats
+_PER_WARP = 250  # of a multiprocessor: its first copies, its sums
+_WARPS = 8  # of a multiprocessor, that keep it busy
 _ON_THEIR_WAY = 48 << 10  # bytes of codes for one multiprocessor, at best
+_FIND, _FIND_TILE = (
+    113,
+    33,
+)  # instructions that find logits of a rotary mean, and for each tile of its table
+_TABLE = 200  # cycles for each such tile, before the first step
 _MEMORY = 0.93  # of its peak that can be had
 _L1 = 32 << 10  # bytes of L1 cache; on an H200, launches that leave it fewer begin later:
 _LATER = 1300  # cycles
@@ -262,6 +268,9 @@ def cost(plan: AttentionPlan, problem: AttentionProblem) -> Cost:
     )  # tiles
     lookups = sum(dim // (scheme.vector_size * fused(scheme)) for scheme, dim in sides) // 2
     instructions = 120 + 2.6 * lookups + problem.value_dim / 4 * (1 + plan.query_tiles / 2)
+    if plan.rotary:
+        found = 2 * plan.step_tiles * plan.rotary  # tiles, at once
+        instructions += (_FIND + _FIND_TILE * plan.rotary_tiles) / found
     nbytes = busiest * TOKENS * token
     on_their_way = min(
         plan.blocks_per_sm * warps * (plan.pipeline_depth - 1) * plan.step_tiles, max(busiest, 1)
@@ -280,7 +289,8 @@ def cost(plan: AttentionPlan, problem: AttentionProblem) -> Cost:
     idle = (rounds - 1) * _ENDS / plan.blocks_per_sm**2
     shared = plan.blocks_per_sm * (plan.shared_bytes + RESERVED_BYTES)
     late = _LATER * (arch.overlaps_launches and shared > arch.shared_per_sm - _L1)
-    cycles = busy + idle + late + _PROLOGUE + _PER_BLOCK * plan.blocks_per_sm
+    ends = _PROLOGUE + (_PER_BLOCK + _PER_WARP * warps) * plan.blocks_per_sm
+    cycles = busy + idle + late + ends + _TABLE * plan.rotary_tiles
     return Cost(problem.groups * problem.tokens * token, cycles, bound)
 
 

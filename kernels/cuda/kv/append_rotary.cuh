@@ -23,8 +23,8 @@ struct TurnedMean {
   const float* m;
   int64_t position;  // n
 
-  // Of `N` channels from `first` on. `AtOnce`: `load` asks for all numbers beside those of the token, since trips to memory
-  // one after the other take longer than the rest of a launch for few tokens; else fewer registers are needed.
+  // Of `N` channels from `first` on. `AtOnce`: `load` asks for all numbers while those of the token are on their way, since
+  // consecutive trips to memory take longer than the rest of a launch for few tokens; else fewer registers are needed.
   template <int N, bool AtOnce> struct Part {
     static constexpr int kept = AtOnce ? N : 1;
     const TurnedMean& turned;
