@@ -137,6 +137,7 @@ def _decode_rows(schemes: Sequence[str], case: Case, rounds: int) -> list[dict[s
             for mean, view in _turning(name, query, cached):
                 turning[f"{name} {mean}"] = _attending(query, view, nbytes[name])
                 steps[f"{name} {mean}"] = _attending(query, view, nbytes[name], append=True)
+            if any(both.startswith(f"{name} ") for both in steps):
                 steps[name] = _attending(query, cached, nbytes[name], append=True)
     kernel_names = [name for name in kernels if name in candidates]
     _compile([candidates[name] for name in kernel_names] + [*turning.values(), *steps.values()])

@@ -56,7 +56,8 @@ class AttentionPlan(Plan):
         softcapped: apply logit soft-capping.
         page: tokens of a page of a paged cache; 0 = contiguous cache.
         rotary: pairs of steps whose logits of a rotary mean are found together, 1, or 2 if
-            `paired`; 0 = keys have none (kernels/cuda/kv/attention/attention_rotary.cuh).
+            `paired`, one in each column of a query; 0 = keys have none. If `paired`, with 1 and two
+            `step_tiles` a column has a tile (kernels/cuda/kv/attention/attention_rotary.cuh).
     """
 
     template: ClassVar[str] = "kv/attention/attention"

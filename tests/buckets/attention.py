@@ -350,14 +350,19 @@ def _dealt(
     share, queries = ways[number // 3 % len(ways)]
     mask = Mask.NONE if paged else list(Mask)[number // 5 % len(Mask)]
     page = PAGES[number // 7 % len(PAGES)] if paged else 0
-    longest = tokens * _SHARE if paged else max(tokens, _TURNS)
-    if choose_attention.token_bucket(tokens) == choose_attention.token_bucket(_TURNS) and paged:
-        longest = _TURNS * _SHARE
+    longest = _turns(tokens) * (_SHARE if paged else 1)
     return AttentionCase(
         name, dims, groups // heads, heads, share, queries, longest,
         not paged and bool(number // 2 % 2), page, ("bfloat16", "float16")[number // 11 % 2], mask,
         bool(number // 13 % 2),
     )  # fmt: skip
+
+
+def _turns(tokens: int) -> int:
+    """The most tokens of the bucket, up to `_TURNS`; or `tokens`, if these are more."""
+    bucket = choose_attention.token_bucket(tokens)
+    largest = 2 * bucket if bucket < choose_attention.LONG else tokens
+    return max(tokens, min(largest, _TURNS))
 
 
 def buckets_of_groups() -> dict[Any, int]:

@@ -70,7 +70,8 @@ def append_plan(
     """
     x, bits = scheme.vector_size, scheme.entry_bits
     if not scheme.has_scale:
-        resident = 2 if x == 4 or (rotary and not few) else 3  # without local memory
+        # Without local memory. With many rows, what turns is loaded next to several of them.
+        resident = 2 if x == 4 or (rotary and not few) else 3
         return AppendPlan(
             _THREADS, resident, dtype, x, bits, dim, 1, centred, aligned, True, False, few, 0,
             _WARP, _unit(scheme), 0, rotary,
@@ -79,8 +80,10 @@ def append_plan(
     cells = CELLS.get(bits, 0) if grid and x == 2 else 0
     numbers = -(-dim // (x * lanes * width)) * width * x  # of a lane
     resident = 3 if cells and numbers <= 16 else 2  # without local memory
-    if rotary:  # what turns takes more registers
-        resident = 1 if not cells and numbers >= 8 else min(resident, 2 if few else 3)
+    if rotary and not cells and numbers >= 8:
+        resident = 1  # what turns takes more registers
+    elif rotary and few:
+        resident = 2  # and is loaded at once
     return AppendPlan(
         _THREADS, resident, dtype, x, bits, dim, scheme.block(dim), centred, aligned, False,
         scheme.has_zero, few, cells, lanes, width, page, rotary,

@@ -16,7 +16,7 @@ from .table_layout import fused
 
 MOST_QUERIES = 8  # of a row; for more, keys and values are dequantized once
 LARGEST_DIM = 256
-SHORT, LONG = 4096, 1 << 16  # tokens for which a kernel is made
+BUCKETS = SHORT, MIDDLE, LONG = 64, 4096, 1 << 16  # tokens for which a kernel is made
 FEW, MANY = 32, 1024  # rows of the batch times kv heads, for which it is made
 _INDEX_BITS, _INTEGER_BITS = 8, 4
 
@@ -44,8 +44,8 @@ def attendable(scheme: VQScheme, dim: int, what: str) -> str | None:
 
 
 def token_bucket(tokens: int) -> int:
-    """Bucket of a number of tokens; a growing cache changes its kernel once."""
-    return SHORT if tokens <= 2 * SHORT else LONG
+    """Bucket of a number of tokens; a growing cache changes its kernel twice."""
+    return next((bucket for bucket in BUCKETS if tokens <= 2 * bucket), LONG)
 
 
 def group_bucket(groups: int) -> int:
@@ -66,7 +66,7 @@ class AttentionProblem:
         dtype: of queries, floats and the result.
         mask: kind of the mask.
         softcapped: whether logits are capped.
-        tokens: that have codes: `SHORT` or `LONG` (`token_bucket`).
+        tokens: that have codes: `SHORT`, `MIDDLE` or `LONG` (`token_bucket`).
         arch: of the GPU.
         page: tokens of a page, a multiple of `PAGE`; 0 = tapes.
         groups: rows of the batch times kv heads: `FEW` or `MANY` (`group_bucket`).
@@ -100,14 +100,12 @@ _PER_BLOCK = 1500  # of a multiprocessor, of them: tables, floats
 _PER_WARP = 250  # of a multiprocessor: its first copies, its sums
 _WARPS = 8  # of a multiprocessor, that keep it busy
 _ON_THEIR_WAY = 48 << 10  # bytes of codes for one multiprocessor, at best
-_FIND, _FIND_TILE = (
-    113,
-    33,
-)  # instructions that find logits of a rotary mean, and for each tile of its table
-_TABLE = 200  # cycles for each such tile, before the first step
+_FIND = 113  # instructions that find logits of a rotary mean,
+_FIND_TILE = 33  # and more of them for each tile of its table
+_TABLE = 300  # cycles for each such tile, before the first step
 _MEMORY = 0.93  # of its peak that can be had
-_L1 = 32 << 10  # bytes of L1 cache; on an H200, launches that leave it fewer begin later:
-_LATER = 1300  # cycles
+_L1 = 32 << 10  # bytes of L1 cache: on an H200, launches that leave it fewer begin later
+_LATER = 1300  # cycles by which they do
 
 
 def plan_of(
@@ -290,7 +288,7 @@ def cost(plan: AttentionPlan, problem: AttentionProblem) -> Cost:
     shared = plan.blocks_per_sm * (plan.shared_bytes + RESERVED_BYTES)
     late = _LATER * (arch.overlaps_launches and shared > arch.shared_per_sm - _L1)
     ends = _PROLOGUE + (_PER_BLOCK + _PER_WARP * warps) * plan.blocks_per_sm
-    cycles = busy + idle + late + ends + _TABLE * plan.rotary_tiles
+    cycles = busy + idle + late + ends + rounds * _TABLE * plan.rotary_tiles
     return Cost(problem.groups * problem.tokens * token, cycles, bound)
 
 

@@ -62,9 +62,9 @@ template <typename S> struct Row {
       const int at = first(upper) * x;
       float part[count] = {}, centre[count] = {}, factor[count];
       typename Turned::template Part<count, S::few> turning(turned, at);
-      const bool some = exists && has(upper);
+      const bool here = exists && has(upper);
       const float* const factors = centred ? smoothing() : nullptr;
-      if (some) {
+      if (here) {
         turning.load();
         if constexpr (aligned) {
           load_floats<D>(row + at * size_of<D>, part);
@@ -84,8 +84,8 @@ template <typename S> struct Row {
         float& number = value[upper * width + i / x][i % x];
         number = __fsub_rn(part[i], centre[i]);
         if constexpr (Turned::some)
-          if (some) number = __fsub_rn(number, turning(i));
-        if (factors && some) number = __fmul_rn(number, factor[i]);
+          if (here) number = __fsub_rn(number, turning(i));
+        if (factors && here) number = __fmul_rn(number, factor[i]);
       }
     }
   }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Angles of rotary position embeddings, position times frequency, at positions up to 2^30.
+// Angles of rotary position embeddings, position times frequency, at positions up to 2^29.
 //
 // An angle of 10^5 radians has no fraction to speak of in float32. Here a frequency is a 64-bit fraction of a turn, and a
 // product modulo 2^64 drops whole turns exactly:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hf_vq.codegen.attention_plan import Mask
-from hf_vq.codegen.families.kv_attention import LONG, SHORT, AttentionProblem, choose
+from hf_vq.codegen.families.kv_attention import BUCKETS, AttentionProblem, choose
 from hf_vq.codegen.jit import compiler
 from hf_vq.codegen.jit.device import device_arch
 from hf_vq.codegen.jit.kernel_store import default_store
@@ -38,7 +38,7 @@ def problems():
                 scheme.key, scheme.value, dim, to or dim, columns, Dtype(dtype), Mask(mask), cap,
                 tokens, arch,
             )
-            for tokens in (SHORT, LONG)
+            for tokens in BUCKETS
         ]  # fmt: skip
 
     for name, dtype in itertools.product([*UNIVERSAL, "4", "3", "2"], ("float16", "bfloat16")):

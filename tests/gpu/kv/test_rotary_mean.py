@@ -18,6 +18,7 @@ from transformers import LlamaConfig
 
 from hf_vq import dispatch
 from hf_vq.backends.cuda.kv.attention import attention
+from hf_vq.backends.cuda.kv.rotary_mean import FARTHEST
 from hf_vq.cache import VQCache, attend
 from hf_vq.codegen.attention_plan import Mask
 from hf_vq.codegen.families.kv_attention import best
@@ -105,29 +106,36 @@ def test_attention(case):
         run_twice(case, torch.device("cuda"))
 
 
+@pytest.mark.parametrize("kind", ["growing", "paged"])
 @pytest.mark.parametrize("name", ["u4", "u2"])
-def test_layouts_of_centres(name):
+def test_layouts_of_centres(name, kind):
     """Of paired queries, the second column of a query has the next pair of steps (`rotary` 2) or
     the second tile of a step (`step_tiles` 2 and `rotary` 1), or is not used: whatever is chosen,
     each is run."""
     torch.manual_seed(7)
-    case = of(name, 128, 4, tokens=3000)
+    case = of(name, 128, 4, kind, tokens=3000)
     plans = {}
     for plan in best(case.problem(device_arch(torch.cuda.current_device()))):
         plans.setdefault((plan.step_tiles, plan.rotary), plan)
     assert {(1, 1), (1, 2), (2, 1)} <= set(plans)
     query, cached, mask = inputs = case.inputs(torch.device("cuda"))
     for plan in plans.values():
-        run = functools.partial(attention, query, cached, mask, None, 128**-0.5, 0.0, plan)
+        # One block for all tokens of a head: every warp finds logits more than once.
+        assert 2 * 16 * plan.step_tiles * plan.rotary * 2 * plan.threads // 32 < 2900
+        run = functools.partial(attention, query, cached, mask, None, 128**-0.5, 0.0, plan, 1)
         case.check(inputs, twice(lambda run=run: (run(),)))
 
 
-@pytest.mark.parametrize("largest", [1.0, 200.0, 20_000.0])
-def test_logits_of_a_mean(largest):
+@pytest.mark.parametrize(
+    ("largest", "start"),
+    [(1.0, 90_001), (200.0, 90_001), (20_000.0, 90_001), (200.0, -40), (200.0, FARTHEST),
+     (200.0, -FARTHEST)],
+)  # fmt: skip
+def test_logits_of_a_mean(largest, start):
     """What attention adds to a logit is right to 2^-18 of the sum of all pairs. Queries see two
     tokens, and a mask takes off the difference of their logits: weights tell what is left of it."""
     torch.manual_seed(int(largest))
-    dim, tokens, start = 128, 70, 90_001
+    dim, tokens = 128, 70
     case = AttentionCase(
         "u4", (dim, dim), 1, 2, 4, 1, tokens, False, 0, "float16", Mask.NONE, False, True
     )

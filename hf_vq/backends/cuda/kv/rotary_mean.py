@@ -20,7 +20,7 @@ FIELDS: list[Any] = [(f"rotary_{name}", _TYPES[str(kind)]) for name, kind in ROT
 """The same behind the fields of another structure."""
 
 FARTHEST = 1 << 28
-"""How far from 0 positions may begin: kernels double them in 32 bits."""
+"""How far from 0 the first position may be: kernels double positions in 32 bits."""
 
 
 def rotary_mean(view: KVCacheView) -> tuple[int, ...]:
@@ -28,7 +28,7 @@ def rotary_mean(view: KVCacheView) -> tuple[int, ...]:
     the mean: they lie 0 apart.
 
     Raises:
-        VQFormatError: shapes or dtypes are not those of a view.
+        VQFormatError: shapes or dtypes are not those of a view, or positions are too large.
     """
     mean, inv_freq = view.key_rotary_mean, view.rotary_inv_freq
     assert mean is not None
@@ -52,7 +52,7 @@ def rotary_mean(view: KVCacheView) -> tuple[int, ...]:
         )
     if abs(view.rotary_start) > FARTHEST:
         raise VQFormatError(
-            f"positions of keys with a rotary mean begin within {FARTHEST} of 0, not at "
+            f"keys with a rotary mean have positions within {FARTHEST} of 0; got "
             f"{view.rotary_start}."
         )
     row = 0 if shape[0] == 1 else mean.stride(0)

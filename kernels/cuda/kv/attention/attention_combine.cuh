@@ -2,7 +2,7 @@
 // O = R^-1 sum_w sum_w O_w / total: reduction of the warps of a block, then of the blocks of a KV head.
 //
 //     warps of a block     add in shared memory, [warps][tiles][words][32 lanes] float4, those of a warp 16 bytes further
-//                          into the banks than those of the warp before: the lanes of an item read four of them
+//                          into the banks than those of the warp before: the lanes of an item read different banks
 //     blocks of a group    write partial results to global memory; the last block to arrive adds them in block order:
 //                          the result does not depend on timing
 //
@@ -11,11 +11,13 @@
 #include "kv/attention/attention_floats.cuh"
 
 constexpr int warps = Plan::threads / 32;
-static_assert(warps % 4 == 0, "lanes that share an item have as many warps each");
 constexpr int fragments = Plan::query_tiles * value_words * 32;  // float4 of a warp, or of a block
 constexpr int pairs_of_block = columns_of_block / 2;
-// Lanes that add up an item together: as many as leave one item for each, of up to four queries in 128 channels.
-constexpr int sharers = warps >= 16 ? 4 : warps >= 8 ? 2 : 1;
+// Lanes that add up an item together: as many as leave one item for each, of up to four queries in 128 channels; and
+// whole warps have items, since they exchange numbers.
+constexpr int sharers = warps >= 16 || (warps >= 8 && value_words % 2) ? 4 : warps >= 8 ? 2 : 1;
+static_assert(warps % sharers == 0, "lanes that share an item have as many warps each");
+static_assert(sharers == 1 || value_words * 8 * sharers % 32 == 0, "whole warps have items");
 
 // Sums of two columns, from places that have them, by the `sharers` lanes of an item: m, the same in all of them, and
 // totals and sums of what each has seen.

@@ -27,9 +27,10 @@ constexpr int whole_pieces(int bytes) { return (bytes + 15) / 16 * 16; }
 constexpr int pieces_of_rows(int rows, int row) { return whole_pieces(rows * row) + (row % 16 ? 16 : 0); }
 
 struct Step {
-  static constexpr bool in_pages = Plan::page > 0 && Plan::bulk;  // whose codes and scales begin at multiples of 16 bytes
   static constexpr int key_row = Index<Keys>::row_bytes, value_row = Index<Values>::row_bytes;
   static constexpr int half = tokens_of_step / 2;  // tokens
+  // Whether all that is copied begins at multiples of 16 bytes, as pages do.
+  static constexpr bool in_pages = Plan::page > 0 && Plan::bulk && half * value_row % 16 == 0;
   // From the first half of the values to the second.
   static constexpr int apart = pieces_of_rows(half, value_row), aside = value_row == 32 ? 64 : 32;
   static constexpr int stride = apart + (aside + 128 - apart % 128) % 128;
@@ -106,7 +107,7 @@ struct Step {
     }
     // Bytes beyond the last readable token are in the same 16 bytes as that token.
     __device__ int size(const BulkCopy& copy, int count) const {
-      return count > 0 ? int(before + count * copy.row + 15 & ~15u) : 0;
+      return count > 0 ? whole_pieces(int(before) + count * copy.row) : 0;
     }
   };
 

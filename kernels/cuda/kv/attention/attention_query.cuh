@@ -106,7 +106,7 @@ struct Query {
     static constexpr bool early = each <= 4 && Plan::query_tiles == 1 && !Keys::learned && !Values::learned && causal;
     const uint16_t* q;
     const float *mean, *smoothing;
-    bool exists;
+    bool exists;  // the first column; if it does not, none of the warp's later ones does
     float centre[each], inverse[smooths ? each : 1];
     uint16_t number[each];
 

@@ -35,10 +35,12 @@
 struct Rotary {
   static constexpr int products = (Keys::dim / 2 + 15) / 16, pairs = 16 * products;  // at most
   static constexpr int queries = queries_of_block;
-  // Pairs of steps whose logits a warp finds together; centres of tiles: of two, both columns of a query are in use.
+  // Whether both columns of a query are in use for the two tiles of a step. `centres`: pairs of steps whose logits a warp
+  // finds together, in a column each if there are two.
   static constexpr bool by_tiles = Plan::paired && Plan::step_tiles > 1 && Plan::rotary == 1;
   static constexpr int centres = at_least(Plan::rotary, 1), steps = 2 * centres, columns = by_tiles ? 2 : centres;
   static_assert(centres == 1 || Plan::paired, "a query has a column for each");
+  static_assert(!by_tiles || Plan::step_tiles == 2, "a query has a column for each tile");
   static constexpr int tiles = Plan::query_tiles, table_tiles = by_tiles ? 1 : Plan::step_tiles;
   static constexpr int last = tokens_of_step - 1 - 8 * by_tiles;  // of the tokens that the table has
   static constexpr int apart = Plan::threads / 32 * tokens_of_step;
