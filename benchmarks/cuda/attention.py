@@ -134,13 +134,14 @@ def _decode_rows(schemes: Sequence[str], case: Case, rounds: int) -> list[dict[s
         kernels[name], nbytes[name] = _kernel(query, cached), bytes_read(cached)
         if kernels[name] != _REFERENCE:
             candidates[name] = _attending(query, cached, nbytes[name])
-            for mean, view in _turning(name, query, cached):
+            views = dict(_turning(name, query, cached))
+            if views:
+                steps[name] = _attending(query, cached, nbytes[name], append=True)
+            for mean, view in views.items():
                 turning[f"{name} {mean}"] = _attending(query, view, nbytes[name])
                 steps[f"{name} {mean}"] = _attending(query, view, nbytes[name], append=True)
-            if any(both.startswith(f"{name} ") for both in steps):
-                steps[name] = _attending(query, cached, nbytes[name], append=True)
-    kernel_names = [name for name in kernels if name in candidates]
-    _compile([candidates[name] for name in kernel_names] + [*turning.values(), *steps.values()])
+    ours = [candidates[name] for name in kernels if name in candidates]
+    _compile([*ours, *turning.values(), *steps.values()])
     every = interleave_graphs(candidates | turning, rounds)
     with_append = interleave_graphs(steps, rounds)
     seconds = {name: every[name] for name in candidates}

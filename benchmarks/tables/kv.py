@@ -46,7 +46,7 @@ def _key(name: str, row: dict[str, Any]) -> tuple[str, int, int, int, int]:
 
 
 def rotary(rows: _Rows) -> str:
-    """Time of attention with a rotary mean against that without, of each scheme."""
+    """Time with a rotary mean against that without, of each scheme: of attention, and of a step."""
     rows = [row for row in rows if row["what"] == "rotary"]
     names = dict.fromkeys(row["name"] for row in rows)
     turning = {"rotary mean": "all", "rotary mean of zeros": "none"}
@@ -54,8 +54,9 @@ def rotary(rows: _Rows) -> str:
         ["pairs of channels that turn", *(f"`{name}`" for name in names)],
         [
             [turning.get(mean, mean.removeprefix("rotary mean of ").removesuffix(" pairs"))]
-            + [ratios(row["of_plain"] for row in rows if (row["name"], row["mean"]) == (name, mean))
-               for name in names]
+            + [", ".join(ratios(row[part] for row in rows
+                                if (row["name"], row["mean"]) == (name, mean))
+                         for part in ("of_plain", "step_of_plain")) for name in names]
             for mean in dict.fromkeys(row["mean"] for row in rows)
         ],
     )  # fmt: skip

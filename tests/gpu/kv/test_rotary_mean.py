@@ -110,8 +110,9 @@ def test_attention(case):
 @pytest.mark.parametrize("name", ["u4", "u2"])
 def test_layouts_of_centres(name, kind):
     """Of paired queries, the second column of a query has the next pair of steps (`rotary` 2) or
-    the second tile of a step (`step_tiles` 2 and `rotary` 1), or is not used: whatever is chosen,
-    each is run."""
+    the second tile of a step (`step_tiles` 2 and `rotary` 1), or is not used. One block has all
+    tokens of a head, so that every warp finds logits more than once, in the longest row at least.
+    """
     torch.manual_seed(7)
     case = of(name, 128, 4, kind, tokens=3000)
     plans = {}
@@ -120,7 +121,6 @@ def test_layouts_of_centres(name, kind):
     assert {(1, 1), (1, 2), (2, 1)} <= set(plans)
     query, cached, mask = inputs = case.inputs(torch.device("cuda"))
     for plan in plans.values():
-        # One block for all tokens of a head: every warp finds logits more than once.
         assert 2 * 16 * plan.step_tiles * plan.rotary * 2 * plan.threads // 32 < 2900
         run = functools.partial(attention, query, cached, mask, None, 128**-0.5, 0.0, plan, 1)
         case.check(inputs, twice(lambda run=run: (run(),)))

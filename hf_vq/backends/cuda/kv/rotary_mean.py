@@ -53,7 +53,8 @@ def rotary_mean(view: KVCacheView) -> tuple[int, ...]:
     if abs(view.rotary_start) > FARTHEST:
         raise VQFormatError(
             f"keys with a rotary mean have positions within {FARTHEST} of 0; got "
-            f"{view.rotary_start}."
+            f"{view.rotary_start}. Count positions from the first token, or use a view without "
+            "`key_rotary_mean`."
         )
     row = 0 if shape[0] == 1 else mean.stride(0)
     return (
