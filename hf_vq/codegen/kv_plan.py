@@ -69,18 +69,23 @@ class AppendPlan(Plan):
         """Dynamic shared memory of a block, in bytes.
 
         float32 entries and their squared norms, or the grid and fp16 entries; with few rows, the
-        best scores of the warps.
+        best scores of the warps, and numbers of the rotary mean.
         """
         entries = 1 << self.entry_bits
         table = 4 * (self.vector_size + 1) * max(4, entries)
-        if self.integers:
-            return 0
+        warps = self.threads // 32
         if self.learned:
-            return 0 if self.few else self.threads // 32 * self.width * table
-        if self.cells:
-            return 4 * (self.cells**2 + entries)
-        uppers = -(-self.dim // (self.vector_size * self.lanes * self.width))
-        return table + (8 * self.threads * uppers * self.width if self.few else 0)
+            books = 0 if self.few else warps * self.width * table
+            turned = self.width * self.vector_size
+        elif self.integers:
+            books, turned = 0, 32 // self.lanes * self.dim
+        else:
+            uppers = -(-self.dim // (self.vector_size * self.lanes * self.width))
+            books = 4 * (self.cells**2 + entries) if self.cells else table
+            if self.shared_search:
+                books += 8 * self.threads * uppers * self.width
+            turned = 32 // self.lanes * self.dim
+        return books + (4 * warps * turned if self.rotary and self.few else 0)
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ def append_plan(
     if rotary and not cells and numbers >= 8:
         resident = 1  # what turns takes more registers
     elif rotary and few:
-        resident = 2  # and is loaded at once
+        resident = 2  # a lane keeps frequencies
     return AppendPlan(
         _THREADS, resident, dtype, x, bits, dim, scheme.block(dim), centred, aligned, False,
         scheme.has_zero, few, cells, lanes, width, page, rotary,

@@ -32,6 +32,11 @@ struct Arguments {
 
 constexpr int warps = Plan::threads / 32, page_tokens = Plan::page ? Plan::page : 1;
 
+__device__ inline const RotaryMean* rotary_or_null(const Arguments& a) {
+  if constexpr (Plan::rotary) return &rotary_of(a);
+  return nullptr;
+}
+
 // Addresses of the head of a block.
 struct Place {
   const char* x;
@@ -52,14 +57,15 @@ struct Place {
     return a.smoothing ? a.smoothing + batch * a.mean_batch + head * a.mean_head : nullptr;
   }
 
-  // The rotary mean of token `token`.
-  __device__ auto turned(int token) const {
-    if constexpr (Plan::rotary) {
-      const RotaryMean& mean = rotary_of(a);
-      return TurnedMean{mean, mean.mean + batch * mean.row + head * mean.head, mean.start + token};
-    } else {
-      return NothingTurns{};
-    }
+  // m of the rotary mean, or null.
+  __device__ const float* turning() const {
+    if constexpr (Plan::rotary) return rotary_of(a).mean + batch * rotary_of(a).row + head * rotary_of(a).head;
+    return nullptr;
+  }
+  // Of the token at index `token`.
+  __device__ int64_t position(int token) const {
+    if constexpr (Plan::rotary) return rotary_of(a).start + token;
+    return token;
   }
 };
 
@@ -72,18 +78,18 @@ __device__ inline void universal(const Arguments& a, uint32_t* shared) {
   const Place place(a, blockIdx.x / a.parts);
   const int team = (together ? threadIdx.x % 32 : threadIdx.x) / Plan::lanes;
   int base = blockIdx.x % a.parts * at_a_time + team / teams * teams;  // token of the warp
-  const auto next = [&] {
-    Mine row;
+  Turner<Plan::rotary, Plan::few, Mine::dim, teams> turner(rotary_or_null(a), 0, shared + Encoder<Plan>::words);
+  Mine row;
+  const auto load = [&] {
     const int token = base + team % teams;
-    row.template load<Plan::dtype, Plan::aligned, Plan::centred>(place.x + token * a.x_token, place.mean,
-                                                                 [&] { return place.smoothing(); }, place.turned(token),
-                                                                 token < a.tokens);
-    return row;
+    row.template load<Plan::dtype, Plan::aligned, Plan::centred>(
+        place.x + token * a.x_token, place.mean, [&] { return place.smoothing(); },
+        [&] { return turner(place.turning(), place.position(base), team % teams); }, token < a.tokens);
   };
-  Mine::prefetch(place.mean, place.smoothing(), place.turned(0));
+  Mine::prefetch(place.mean, place.smoothing(), place.turning());
   wait_for_grids();
   let_next_grid_begin();
-  Mine row = next();
+  if (base < a.tokens) load();
   search.prepare();
   while (base < a.tokens) {
     const int token = base + team % teams;
@@ -98,7 +104,7 @@ __device__ inline void universal(const Arguments& a, uint32_t* shared) {
                   place.scale + page * a.scale_batch + at * Mine::numbers);
     if constexpr (together) __syncthreads();
     base += a.parts * at_a_time;
-    if (base < a.tokens) row = next();
+    if (base < a.tokens) load();
   }
 }
 
@@ -108,6 +114,7 @@ __device__ inline void learned(const Arguments& a, uint32_t* shared) {
   const int part = blockIdx.x % a.parts, block = blockIdx.x / a.parts % Mine::across;
   const int pair = blockIdx.x / (a.parts * Mine::across);
   const Mine groups(a.codebook, pair % a.heads, block, shared);
+  Turner<Plan::rotary, Plan::few, Mine::unit * Mine::x, 1> turner(rotary_or_null(a), groups.first_channel(), shared);
   wait_for_grids();
   let_next_grid_begin();
   if (!groups.exists) return;
@@ -115,14 +122,15 @@ __device__ inline void learned(const Arguments& a, uint32_t* shared) {
     for (int i = part; i < a.batch * a.tokens; i += a.parts) {
       const Place place(a, i / a.tokens * a.heads + pair);
       const int token = i % a.tokens;
-      groups.encode(place.x + token * a.x_token, place.mean, place.turned(token),
-                    place.codes + int64_t(token) * Mine::row_bytes);
+      groups.encode(place.x + token * a.x_token, place.mean,
+                    [&] { return turner(place.turning(), place.position(token), 0); }, place.codes + int64_t(token) * Mine::row_bytes);
     }
   } else {
     const Place place(a, pair);
     for (int base = part * Mine::tokens; base < a.tokens; base += a.parts * Mine::tokens)
-      groups.encode_many(place.x, a.x_token, place.mean, [&](int token) { return place.turned(token); }, place.codes,
-                         base, a.tokens);
+      groups.encode_many(place.x, a.x_token, place.mean,
+                         [&](int token) { return turner(place.turning(), place.position(token), 0); }, place.codes, base,
+                         a.tokens);
   }
 }
 

@@ -51,21 +51,20 @@ template <typename S> struct Row {
 
   __device__ bool has(int upper) const { return vectors == lanes * slots || first(upper) < vectors; }
 
-  // x - mean, and the rotary mean, times `smoothing()` unless that is null; a row that does not exist is zero. `aligned`: for the
-  // widest loads.
-  template <Dtype D, bool aligned, bool centred, class Smoothing, class Turned>
-  __device__ void load(const char* row, const float* mean, const Smoothing& smoothing, const Turned& turned, bool exists) {
+  // (x - mean - R_n m) times `smoothing()` unless that is null; a row that does not exist is zero. `aligned`: for the
+  // widest loads. `turn()` gives R_n m: all lanes call it, once their other numbers are on their way.
+  template <Dtype D, bool aligned, bool centred, class Smoothing, class Turn>
+  __device__ void load(const char* row, const float* mean, const Smoothing& smoothing, const Turn& turn, bool exists) {
+    using Turned = decltype(turn());
     lane = threadIdx.x % lanes;
 #pragma unroll
     for (int upper = 0; upper < uppers; ++upper) {
       constexpr int count = width * x;
       const int at = first(upper) * x;
       float part[count] = {}, centre[count] = {}, factor[count];
-      typename Turned::template Part<count, S::few> turning(turned, at);
       const bool here = exists && has(upper);
       const float* const factors = centred ? smoothing() : nullptr;
       if (here) {
-        turning.load();
         if constexpr (aligned) {
           load_floats<D>(row + at * size_of<D>, part);
         } else {
@@ -79,6 +78,8 @@ template <typename S> struct Row {
         if constexpr (centred) load_floats<Dtype::FLOAT32>(mean + at, centre);
         if (factors) load_floats<Dtype::FLOAT32>(factors + at, factor);
       }
+      typename Turned::template Part<count> turning(turn(), at);
+      if (here) turning.load();
 #pragma unroll
       for (int i = 0; i < count; ++i) {
         float& number = value[upper * width + i / x][i % x];
@@ -91,12 +92,12 @@ template <typename S> struct Row {
   }
 
   // L2 prefetch of what `load` reads besides the token, by a thread each for 32 bytes.
-  template <class Turned>
-  __device__ static void prefetch(const float* mean, const float* smoothing, const Turned& turned) {
+  __device__ static void prefetch(const float* mean, const float* smoothing, const float* m) {
     const int at = 8 * threadIdx.x;
-    if (mean && at < dim) prefetch_line(mean + at);
-    if (mean && smoothing && at < dim) prefetch_line(smoothing + at);
-    turned.prefetch();
+    if (at >= dim) return;
+    if (mean) prefetch_line(mean + at);
+    if (mean && smoothing) prefetch_line(smoothing + at);
+    if (m) prefetch_line(m + at);
   }
 
   // A row of huge numbers becomes smaller. Returns what 1 is then. All lanes of a warp.
@@ -239,6 +240,7 @@ template <typename S> struct Search {
   using Whole = Table<x, S::entry_bits>;
   using Plane = Grid<S::entry_bits, cells ? cells : 1>;
   static constexpr int table_words = cells ? Plane::words : Whole::floats;
+  static constexpr int words = table_words + (split > 1 ? 2 * Plan::threads * slots : 0);  // of shared memory
   using Part = typename Whole::template Part<Plan::threads>;
   typename OneOf<(cells > 0), Nothing, Part>::type part;  // of the table, in flight
   Whole whole;

@@ -40,15 +40,20 @@ template <typename S> struct Groups {
     }
   }
 
-  // One token: its row, the head's mean, the rotary mean, its codes.
-  template <class Turned>
-  __device__ void encode(const char* row, const float* mean, const Turned& turned, uint8_t* codes) const {
+  __device__ int first_channel() const { return mine * unit * x; }
+
+  // One token: its row, the head's mean, what gives R_n m, its codes.
+  template <class Turn>
+  __device__ void encode(const char* row, const float* mean, const Turn& turn, uint8_t* codes) const {
+    float w[unit][x];
+#pragma unroll
+    for (int i = 0; i < unit; ++i) load(row, mean, i, w[i]);
+    const auto turned = turn();
     unsigned long long word = 0;
 #pragma unroll
     for (int i = 0; i < unit; ++i) {
-      float w[x];
-      load(row, mean, turned, i, w);
-      word |= static_cast<unsigned long long>(spread[i].nearest(w)) << i * bits;
+      finish(turned, i, w[i]);
+      word |= static_cast<unsigned long long>(spread[i].nearest(w[i])) << i * bits;
     }
     if (threadIdx.x % 32 == 0) store(word, codes);
   }
@@ -65,8 +70,10 @@ template <typename S> struct Groups {
       int code[slots];
 #pragma unroll
       for (int slot = 0; slot < slots; ++slot)
-        if (first + slot * 32 < count)
-          load(rows + (first + slot * 32) * stride, mean, turned(first + slot * 32), i, w[slot]);
+        if (first + slot * 32 < count) {
+          load(rows + (first + slot * 32) * stride, mean, i, w[slot]);
+          finish(turned(first + slot * 32), i, w[slot]);
+        }
       const Book book = {tables + i * Book::floats};
       book.search(w, 0, Book::fours, best, code);
       book.pick(w, best, code);
@@ -79,12 +86,9 @@ template <typename S> struct Groups {
   }
 
  private:
-  // 2 (x - mean - R_n m) of the vector of group `i` of the unit.
-  template <class Turned>
-  __device__ void load(const char* row, const float* mean, const Turned& turned, int i, float (&w)[x]) const {
-    const int first = (mine * unit + i) * x;
-    typename Turned::template Part<x, S::few> turning(turned, first);
-    turning.load();
+  // x - mean of the vector of group `i` of the unit.
+  __device__ void load(const char* row, const float* mean, int i, float (&w)[x]) const {
+    const int first = first_channel() + i * x;
     if constexpr (S::aligned) {
       load_floats<S::dtype>(row + first * number, w);
     } else {
@@ -96,8 +100,15 @@ template <typename S> struct Groups {
       }
     }
 #pragma unroll
+    for (int c = 0; c < x; ++c) w[c] = __fsub_rn(w[c], S::centred ? mean[first + c] : 0.0f);
+  }
+
+  // 2 (x - mean - R_n m) of it.
+  template <class Turned> __device__ void finish(const Turned& turned, int i, float (&w)[x]) const {
+    typename Turned::template Part<x> turning(turned, first_channel() + i * x);
+    turning.load();
+#pragma unroll
     for (int c = 0; c < x; ++c) {
-      w[c] = __fsub_rn(w[c], S::centred ? mean[first + c] : 0.0f);
       if constexpr (Turned::some) w[c] = __fsub_rn(w[c], turning(c));
       w[c] *= 2.0f;
     }

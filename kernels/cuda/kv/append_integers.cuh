@@ -13,7 +13,7 @@ __device__ inline float rounded_to_half(float x) { return half_to_float(pack_pai
 
 // Integer quantizer with the interface of `Search`.
 template <typename S> struct IntegerRows {
-  static constexpr int split = 1, slots = Row<S>::slots;
+  static constexpr int split = 1, slots = Row<S>::slots, words = 0;
   static constexpr float top = (1 << S::entry_bits) - 1, largest_zero = 1024.0f;
 
   __device__ IntegerRows(const uint16_t*, const uint32_t*, float, uint32_t*) {

@@ -7,66 +7,123 @@
 #pragma once
 #include "kv/turning_pairs.cuh"
 
+// A channel of R_n m, of what is m there and at the other channel of its pair.
+struct TurningChannel {
+  float own = 0.0f, partner = 0.0f;
+  uint64_t turns = 0;
+
+  // Of a constant of the model.
+  __device__ void load_frequency(const RotaryMean& mean, int channel) {
+    if (channel < 2 * mean.pairs) turns = turns_of(mean.inv_freq[pair_of(mean, channel)]);
+  }
+
+  __device__ void load(const RotaryMean& mean, const float* m, int channel) {
+    if (channel >= 2 * mean.pairs) return;
+    const bool second = is_second(mean, channel);
+    own = m[channel], partner = m[channel_of(mean, pair_of(mean, channel), !second)];
+  }
+
+  __device__ float at(const RotaryMean& mean, int channel, int64_t position) const {
+    float cosine, sine;
+    cos_sin(2 * position, turns, cosine, sine);
+    return fmaf(is_second(mean, channel) ? partner : -partner, sine, __fmul_rn(own, cosine));
+  }
+
+ private:
+  static __device__ bool is_second(const RotaryMean& mean, int channel) {
+    return mean.interleaved ? channel % 2 : channel >= mean.pairs;
+  }
+  static __device__ int pair_of(const RotaryMean& mean, int channel) {
+    return mean.interleaved ? channel / 2 : channel - (is_second(mean, channel) ? mean.pairs : 0);
+  }
+};
+
+// What a row of tokens has of R_n m: nothing, or numbers in shared memory, or what is computed for it.
 struct NothingTurns {
   static constexpr bool some = false;
-  template <int N, bool AtOnce> struct Part {
+  template <int N> struct Part {
     __device__ Part(const NothingTurns&, int) {}
     __device__ void load() {}
   };
-  __device__ void prefetch() const {}
 };
 
-// R_n m of a token of one head.
+struct TurnedRow {
+  static constexpr bool some = true;
+  const float* row;
+  int first;  // channel of row[0]
+
+  template <int N> struct Part {
+    const float* from;
+    float number[N];
+    __device__ Part(const TurnedRow& turned, int channel) : from(turned.row + channel - turned.first) {}
+    __device__ void load() { load_floats<Dtype::FLOAT32>(from, number); }
+    __device__ float operator()(int i) const { return number[i]; }
+  };
+};
+
 struct TurnedMean {
   static constexpr bool some = true;
   const RotaryMean& mean;
   const float* m;
   int64_t position;  // n
 
-  // Of `N` channels from `first` on. `AtOnce`: `load` asks for all numbers while those of the token are on their way, since
-  // consecutive trips to memory take longer than the rest of a launch for few tokens; else fewer registers are needed.
-  template <int N, bool AtOnce> struct Part {
-    static constexpr int kept = AtOnce ? N : 1;
-    const TurnedMean& turned;
+  template <int N> struct Part {
+    const RotaryMean& mean;
+    const float* m;
+    int64_t position;
     int first;
-    float own[kept], partner[kept], inv_freq[kept];  // m of a channel, and of the other one of its pair
-
-    __device__ Part(const TurnedMean& turned, int first) : turned(turned), first(first) {}
-
-    __device__ bool second(int channel) const {
-      return turned.mean.interleaved ? channel % 2 : channel >= turned.mean.pairs;
-    }
-
-    __device__ void load() {
-      if constexpr (AtOnce)
-#pragma unroll
-        for (int i = 0; i < N; ++i) load(i);
-    }
-    __device__ void load(int i) {
-      const RotaryMean& mean = turned.mean;
-      const int channel = first + i, at = i % kept, other = second(channel);
-      const bool some = channel < 2 * mean.pairs;
-      const int pair = mean.interleaved ? channel / 2 : other ? channel - mean.pairs : channel;
-      own[at] = some ? turned.m[channel] : 0.0f;
-      partner[at] = some ? turned.m[channel_of(mean, pair, !other)] : 0.0f;
-      inv_freq[at] = some ? mean.inv_freq[pair] : 0.0f;
-    }
-
-    __device__ float operator()(int i) {
-      if constexpr (!AtOnce) load(i);
-      const int at = i % kept;
-      if (own[at] == 0.0f && partner[at] == 0.0f) return 0.0f;
-      float cosine, sine;
-      cos_sin(2 * turned.position, turns_of(inv_freq[at]), cosine, sine);
-      return fmaf(second(first + i) ? partner[at] : -partner[at], sine, __fmul_rn(own[at], cosine));
+    __device__ Part(const TurnedMean& turned, int channel)
+        : mean(turned.mean), m(turned.m), position(turned.position), first(channel) {}
+    __device__ void load() {}
+    __device__ float operator()(int i) const {
+      TurningChannel channel;
+      channel.load_frequency(mean, first + i);
+      channel.load(mean, m, first + i);
+      return channel.own == 0.0f && channel.partner == 0.0f ? 0.0f : channel.at(mean, first + i, position);
     }
   };
+};
 
-  // L2 prefetch of what is loaded, by a thread each for 32 bytes. It is safe while earlier kernels still write.
-  __device__ void prefetch() const {
-    const int at = 8 * threadIdx.x;
-    if (at < 2 * mean.pairs) prefetch_line(m + at);
-    if (at < mean.pairs) prefetch_line(mean.inv_freq + at);
+// R_n m for `Rows` tokens at a time of a warp, channels `first` to `first` + Channels. Where there are few tokens, a lane
+// computes a number for all others, and has its frequency before it waits for the grids before.
+template <bool Rotary, bool Few, int Channels, int Rows> struct Turner {
+  __device__ Turner(const RotaryMean*, int, uint32_t*) {}
+  __device__ NothingTurns operator()(const float*, int64_t, int) const { return {}; }
+};
+
+template <int Channels, int Rows> struct Turner<true, false, Channels, Rows> {
+  const RotaryMean& mean;
+  __device__ Turner(const RotaryMean* mean, int, uint32_t*) : mean(*mean) {}
+  __device__ TurnedMean operator()(const float* m, int64_t position, int row) const { return {mean, m, position + row}; }
+};
+
+template <int Channels, int Rows> struct Turner<true, true, Channels, Rows> {
+  static constexpr int each = (Channels + 31) / 32;
+  TurningChannel mine[each];
+  const RotaryMean& mean;
+  int first;
+  float* numbers;  // [Rows][Channels] of this warp, in shared memory
+
+  __device__ Turner(const RotaryMean* mean, int first, uint32_t* shared) : mean(*mean), first(first) {
+    numbers = reinterpret_cast<float*>(shared) + threadIdx.x / 32 * Rows * Channels;
+#pragma unroll
+    for (int i = 0; i < each; ++i) mine[i].load_frequency(*mean, first + 32 * i + threadIdx.x % 32);
+  }
+
+  // Row `row` of those from `position` on. All lanes of a warp.
+  __device__ TurnedRow operator()(const float* m, int64_t position, int row) {
+    const int lane = threadIdx.x % 32;
+    __syncwarp();  // earlier rows were read
+#pragma unroll
+    for (int i = 0; i < each; ++i) mine[i].load(mean, m, first + 32 * i + lane);
+#pragma unroll
+    for (int i = 0; i < each; ++i) {
+#pragma unroll
+      for (int token = 0; token < Rows; ++token)
+        if (32 * i + lane < Channels) numbers[token * Channels + 32 * i + lane] = mine[i].at(mean, first + 32 * i + lane, position + token);
+    }
+    __syncwarp();
+    return {numbers + row * Channels, first};
   }
 };
 

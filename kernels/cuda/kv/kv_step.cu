@@ -41,6 +41,11 @@ struct Arguments {
   int shares;                  // blocks that share the batch, of learned codebooks
 };
 
+template <typename S> __device__ inline const RotaryMean* rotary_or_null(const Arguments& a) {
+  if constexpr (S::rotary) return &rotary_of(a);
+  return nullptr;
+}
+
 template <typename S> struct Head {
   static constexpr int number = size_of<S::dtype>, row_bytes = S::dim * number;
   static_assert(S::dim <= Plan::threads, "a thread copies one number of a token");
@@ -60,14 +65,18 @@ template <typename S> struct Head {
   __device__ const float* mean() const { return S::centred ? side.mean + int64_t(pair) * S::dim : nullptr; }
   __device__ const float* smoothing() const { return side.smoothing ? side.smoothing + int64_t(pair) * S::dim : nullptr; }
 
-  // The rotary mean of the token at `position`.
-  __device__ auto turned(int position) const {
-    if constexpr (S::rotary) return TurnedMean{rotary_of<Arguments>(a), turning(), rotary_of<Arguments>(a).start + position};
-    else return NothingTurns{};
-  }
+  // m of the rotary mean, or null.
   __device__ float* turning() const {
-    const RotaryMean& mean = rotary_of<Arguments>(a);
-    return const_cast<float*>(mean.mean) + batch * mean.row + pair % a.heads * mean.head;
+    if constexpr (S::rotary) {
+      const RotaryMean& mean = rotary_of<Arguments>(a);
+      return const_cast<float*>(mean.mean) + batch * mean.row + pair % a.heads * mean.head;
+    }
+    return nullptr;
+  }
+  // Of the token at index `token`.
+  __device__ int64_t position(int token) const {
+    if constexpr (S::rotary) return rotary_of<Arguments>(a).start + token;
+    return token;
   }
 
   __device__ int64_t row(int position) const { return int64_t(pair) * a.capacity + position; }  // of the tape
@@ -96,8 +105,7 @@ template <typename S> struct Head {
     const int count = max(a.window / 2, 1);
     if constexpr (S::rotary) {
       if (threadIdx.x < 32)
-        measure_means<S::dim>(rotary_of<Arguments>(a), rotary_of<Arguments>(a).start + first, count, side.mean + int64_t(pair) * S::dim,
-                              turning(), [&](int token, int channel) {
+        measure_means<S::dim>(rotary_of<Arguments>(a), position(first), count, side.mean + int64_t(pair) * S::dim, turning(), [&](int token, int channel) {
                                 float one[1];
                                 load_floats<S::dtype>(slot(first + token) + channel * number, one);
                                 return one[0];
@@ -158,6 +166,7 @@ __device__ inline void store_side(const Arguments& a, const Side& side, int numb
     const int block = number % Mine::across, share = number / Mine::across % a.shares;
     const int of_head = number / (Mine::across * a.shares);
     const Mine groups(side.codebook, of_head, block, shared);
+    Turner<S::rotary, true, Mine::unit * S::vector_size, 1> turner(rotary_or_null<S>(a), groups.first_channel(), shared);
     constexpr int numbers = Plan::threads / 32 * Mine::unit * S::vector_size;  // of a block
     wait_for_grids();
     let_next_grid_begin();
@@ -167,8 +176,8 @@ __device__ inline void store_side(const Arguments& a, const Side& side, int numb
       length = copy(head, block * numbers, min((block + 1) * numbers, S::dim));
       const int first = length - a.window, last = min(first + a.tokens, a.capacity);
       for (int position = max(first, 0); groups.exists && position < last; ++position)
-        groups.encode(head.slot(position), head.mean(), head.turned(position),
-                      side.codes + head.row(position) * bytes);
+        groups.encode(head.slot(position), head.mean(),
+                      [&] { return turner(head.turning(), head.position(position), 0); }, side.codes + head.row(position) * bytes);
     }
     __syncthreads();
     leave(a, length);
@@ -178,20 +187,22 @@ __device__ inline void store_side(const Arguments& a, const Side& side, int numb
     constexpr bool together = search.split > 1;  // all warps have the same rows
     constexpr int teams = 32 / S::lanes, at_a_time = teams * (together ? 1 : Plan::threads / 32);
     const int team = (together ? threadIdx.x % 32 : threadIdx.x) / S::lanes;
-    Row<S>::prefetch(head.mean(), head.smoothing(), head.turned(0));
+    Turner<S::rotary, true, S::dim, teams> turner(rotary_or_null<S>(a), 0, shared + Encoder<S>::words);
+    Row<S>::prefetch(head.mean(), head.smoothing(), head.turning());
     wait_for_grids();
     let_next_grid_begin();
     const int length = copy(head, 0, S::dim);
     const int first = length - a.window, last = min(first + a.tokens, a.capacity);
-    const auto next = [&](int position) {
-      Row<S> row;
-      const bool exists = position >= 0 && position < last;
-      row.template load<S::dtype, true, S::centred>(head.slot(exists ? position : 0), head.mean(),
-                                                          [&] { return head.smoothing(); }, head.turned(position), exists);
-      return row;
-    };
     int base = first + team / teams * teams;  // position of the warp
-    Row<S> row = next(base + team % teams);
+    Row<S> row;
+    const auto load = [&] {
+      const int position = base + team % teams;
+      const bool exists = position >= 0 && position < last;
+      row.template load<S::dtype, true, S::centred>(
+          head.slot(exists ? position : 0), head.mean(), [&] { return head.smoothing(); },
+          [&] { return turner(head.turning(), head.position(base), team % teams); }, exists);
+    };
+    if (base < last) load();
     search.prepare();
     leave(a, length);
     while (base < last) {
@@ -201,7 +212,7 @@ __device__ inline void store_side(const Arguments& a, const Side& side, int numb
                     side.scale + at * Row<S>::numbers);
       if constexpr (together) __syncthreads();
       base += at_a_time;
-      if (base < last) row = next(base + team % teams);
+      if (base < last) load();
     }
   }
 }
