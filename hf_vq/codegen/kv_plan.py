@@ -71,21 +71,21 @@ class AppendPlan(Plan):
         float32 entries and their squared norms, or the grid and fp16 entries; with few rows, the
         best scores of the warps, and numbers of the rotary mean.
         """
-        entries = 1 << self.entry_bits
+        entries, warps = 1 << self.entry_bits, self.threads // 32
         table = 4 * (self.vector_size + 1) * max(4, entries)
-        warps = self.threads // 32
+        turned = self.rows_at_a_time * self.dim
+        books = 0
         if self.learned:
+            turned = warps * self.width * self.vector_size
             books = 0 if self.few else warps * self.width * table
-            turned = self.width * self.vector_size
-        elif self.integers:
-            books, turned = 0, 32 // self.lanes * self.dim
-        else:
-            uppers = -(-self.dim // (self.vector_size * self.lanes * self.width))
-            books = 4 * (self.cells**2 + entries) if self.cells else table
-            if self.shared_search:
+        elif self.cells:
+            books = 4 * (self.cells**2 + entries)
+        elif not self.integers:
+            books = table
+            if self.few:
+                uppers = -(-self.dim // (self.vector_size * self.lanes * self.width))
                 books += 8 * self.threads * uppers * self.width
-            turned = 32 // self.lanes * self.dim
-        return books + (4 * warps * turned if self.rotary and self.few else 0)
+        return books + (4 * turned if self.rotary and self.few else 0)
 
 
 @dataclass(frozen=True)

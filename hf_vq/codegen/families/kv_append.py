@@ -70,8 +70,9 @@ def append_plan(
     """
     x, bits = scheme.vector_size, scheme.entry_bits
     if not scheme.has_scale:
-        # Without local memory. With many rows, what turns is loaded next to several of them.
-        resident = 2 if x == 4 or (rotary and not few) else 3
+        # Without local memory. With many rows, what turns is loaded next to several of them; where
+        # the blocks of a head are no power of two, numbers of them are divided by it.
+        resident = 2 if x == 4 or (rotary and not few) or dim == 192 else 3
         return AppendPlan(
             _THREADS, resident, dtype, x, bits, dim, 1, centred, aligned, True, False, few, 0,
             _WARP, _unit(scheme), 0, rotary,
@@ -80,10 +81,8 @@ def append_plan(
     cells = CELLS.get(bits, 0) if grid and x == 2 else 0
     numbers = -(-dim // (x * lanes * width)) * width * x  # of a lane
     resident = 3 if cells and numbers <= 16 else 2  # without local memory
-    if rotary and not cells and numbers >= 8:
-        resident = 1  # what turns takes more registers
-    elif rotary and few:
-        resident = 2  # a lane keeps frequencies
+    if rotary and numbers >= 8:
+        resident = 2 if few or cells else 1  # what turns takes more registers
     return AppendPlan(
         _THREADS, resident, dtype, x, bits, dim, scheme.block(dim), centred, aligned, False,
         scheme.has_zero, few, cells, lanes, width, page, rotary,

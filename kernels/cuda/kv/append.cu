@@ -76,23 +76,23 @@ __device__ inline void universal(const Arguments& a, uint32_t* shared) {
   constexpr bool together = search.split > 1;  // all warps have the same rows
   constexpr int teams = 32 / Plan::lanes, at_a_time = teams * (together ? 1 : warps);
   const Place place(a, blockIdx.x / a.parts);
-  const int team = (together ? threadIdx.x % 32 : threadIdx.x) / Plan::lanes;
-  int base = blockIdx.x % a.parts * at_a_time + team / teams * teams;  // token of the warp
-  Turner<Plan::rotary, Plan::few, Mine::dim, teams> turner(rotary_or_null(a), 0, shared + Encoder<Plan>::words);
+  const int own = (together ? threadIdx.x % 32 : threadIdx.x) / Plan::lanes;  // row, of those of the block
+  int base = blockIdx.x % a.parts * at_a_time;  // token of the block's first row
+  Turner<Plan::rotary, Plan::few, Plan::threads, Mine::dim, at_a_time> turner(rotary_or_null(a), 0, shared + Encoder<Plan>::words);
   Mine row;
   const auto load = [&] {
-    const int token = base + team % teams;
     row.template load<Plan::dtype, Plan::aligned, Plan::centred>(
-        place.x + token * a.x_token, place.mean, [&] { return place.smoothing(); },
-        [&] { return turner(place.turning(), place.position(base), team % teams); }, token < a.tokens);
+        place.x + (base + own) * a.x_token, place.mean, [&] { return place.smoothing(); },
+        [&] { return turner(place.turning(), place.position(base), min(a.tokens - base, at_a_time), own); },
+        base + own < a.tokens);
   };
   Mine::prefetch(place.mean, place.smoothing(), place.turning());
   wait_for_grids();
   let_next_grid_begin();
-  if (base < a.tokens) load();
+  load();
   search.prepare();
   while (base < a.tokens) {
-    const int token = base + team % teams;
+    const int token = base + own;
     bool exists = token < a.tokens;
     int64_t at = token, page = 0;
     if constexpr (Plan::page > 0) {
@@ -100,8 +100,9 @@ __device__ inline void universal(const Arguments& a, uint32_t* shared) {
       exists = slot >= 0;  // below 0: of no request, as servers fill up batches
       page = max(slot, 0) / page_tokens, at = max(slot, 0) % page_tokens;
     }
-    search.encode(row, exists, place.codes + page * a.codes_batch + at * Mine::bytes,
-                  place.scale + page * a.scale_batch + at * Mine::numbers);
+    if (base + own / teams * teams < a.tokens)  // any row of the warp
+      search.encode(row, exists, place.codes + page * a.codes_batch + at * Mine::bytes,
+                    place.scale + page * a.scale_batch + at * Mine::numbers);
     if constexpr (together) __syncthreads();
     base += a.parts * at_a_time;
     if (base < a.tokens) load();
@@ -114,7 +115,7 @@ __device__ inline void learned(const Arguments& a, uint32_t* shared) {
   const int part = blockIdx.x % a.parts, block = blockIdx.x / a.parts % Mine::across;
   const int pair = blockIdx.x / (a.parts * Mine::across);
   const Mine groups(a.codebook, pair % a.heads, block, shared);
-  Turner<Plan::rotary, Plan::few, Mine::unit * Mine::x, 1> turner(rotary_or_null(a), groups.first_channel(), shared);
+  Turner<Plan::rotary, Plan::few, 32, Mine::unit * Mine::x, 1> turner(rotary_or_null(a), groups.first_channel(), shared);
   wait_for_grids();
   let_next_grid_begin();
   if (!groups.exists) return;
@@ -123,13 +124,13 @@ __device__ inline void learned(const Arguments& a, uint32_t* shared) {
       const Place place(a, i / a.tokens * a.heads + pair);
       const int token = i % a.tokens;
       groups.encode(place.x + token * a.x_token, place.mean,
-                    [&] { return turner(place.turning(), place.position(token), 0); }, place.codes + int64_t(token) * Mine::row_bytes);
+                    [&] { return turner(place.turning(), place.position(token), 1, 0); }, place.codes + int64_t(token) * Mine::row_bytes);
     }
   } else {
     const Place place(a, pair);
     for (int base = part * Mine::tokens; base < a.tokens; base += a.parts * Mine::tokens)
       groups.encode_many(place.x, a.x_token, place.mean,
-                         [&](int token) { return turner(place.turning(), place.position(token), 0); }, place.codes, base,
+                         [&](int token) { return turner(place.turning(), place.position(token), 1, 0); }, place.codes, base,
                          a.tokens);
   }
 }

@@ -84,46 +84,50 @@ struct TurnedMean {
   };
 };
 
-// R_n m for `Rows` tokens at a time of a warp, channels `first` to `first` + Channels. Where there are few tokens, a lane
-// computes a number for all others, and has its frequency before it waits for the grids before.
-template <bool Rotary, bool Few, int Channels, int Rows> struct Turner {
+// R_n m for up to `Rows` tokens at a time, channels `first` to `first` + Channels, by `Threads` threads: a warp or a block.
+// Where there are few tokens, a thread computes a channel for all others, and has its frequency before it waits for the
+// grids before.
+template <bool Rotary, bool Few, int Threads, int Channels, int Rows> struct Turner {
   __device__ Turner(const RotaryMean*, int, uint32_t*) {}
-  __device__ NothingTurns operator()(const float*, int64_t, int) const { return {}; }
+  __device__ NothingTurns operator()(const float*, int64_t, int, int) const { return {}; }
 };
 
-template <int Channels, int Rows> struct Turner<true, false, Channels, Rows> {
+template <int Threads, int Channels, int Rows> struct Turner<true, false, Threads, Channels, Rows> {
   const RotaryMean& mean;
   __device__ Turner(const RotaryMean* mean, int, uint32_t*) : mean(*mean) {}
-  __device__ TurnedMean operator()(const float* m, int64_t position, int row) const { return {mean, m, position + row}; }
+  __device__ TurnedMean operator()(const float* m, int64_t position, int, int row) const { return {mean, m, position + row}; }
 };
 
-template <int Channels, int Rows> struct Turner<true, true, Channels, Rows> {
-  static constexpr int each = (Channels + 31) / 32;
-  TurningChannel mine[each];
+template <int Threads, int Channels, int Rows> struct Turner<true, true, Threads, Channels, Rows> {
+  static constexpr int across = Channels > 128 ? 256 : Channels > 64 ? 128 : Channels > 32 ? 64 : 32;  // threads for a row
+  static_assert(across <= Threads, "a thread for each channel");
   const RotaryMean& mean;
-  int first;
-  float* numbers;  // [Rows][Channels] of this warp, in shared memory
+  int first, at, row;  // channel and first row of this thread
+  TurningChannel channel;
+  float* numbers;  // [Rows][Channels], in shared memory
 
   __device__ Turner(const RotaryMean* mean, int first, uint32_t* shared) : mean(*mean), first(first) {
-    numbers = reinterpret_cast<float*>(shared) + threadIdx.x / 32 * Rows * Channels;
-#pragma unroll
-    for (int i = 0; i < each; ++i) mine[i].load_frequency(*mean, first + 32 * i + threadIdx.x % 32);
+    at = threadIdx.x % across, row = threadIdx.x % Threads / across;
+    numbers = reinterpret_cast<float*>(shared) + threadIdx.x / Threads * Rows * Channels;
+    channel.load_frequency(*mean, first + at);
   }
 
-  // Row `row` of those from `position` on. All lanes of a warp.
-  __device__ TurnedRow operator()(const float* m, int64_t position, int row) {
-    const int lane = threadIdx.x % 32;
-    __syncwarp();  // earlier rows were read
-#pragma unroll
-    for (int i = 0; i < each; ++i) mine[i].load(mean, m, first + 32 * i + lane);
-#pragma unroll
-    for (int i = 0; i < each; ++i) {
-#pragma unroll
-      for (int token = 0; token < Rows; ++token)
-        if (32 * i + lane < Channels) numbers[token * Channels + 32 * i + lane] = mine[i].at(mean, first + 32 * i + lane, position + token);
+  // Row `of` of `count` tokens from `position` on. All of the threads.
+  __device__ TurnedRow operator()(const float* m, int64_t position, int count, int of) {
+    synchronize();  // earlier rows were read
+    if (at < Channels && row < count) {
+      channel.load(mean, m, first + at);
+      for (int token = row; token < count; token += Threads / across)
+        numbers[token * Channels + at] = channel.at(mean, first + at, position + token);
     }
-    __syncwarp();
-    return {numbers + row * Channels, first};
+    synchronize();
+    return {numbers + of * Channels, first};
+  }
+
+ private:
+  static __device__ void synchronize() {
+    if constexpr (Threads > 32) __syncthreads();
+    else __syncwarp();
   }
 };
 

@@ -166,7 +166,7 @@ __device__ inline void store_side(const Arguments& a, const Side& side, int numb
     const int block = number % Mine::across, share = number / Mine::across % a.shares;
     const int of_head = number / (Mine::across * a.shares);
     const Mine groups(side.codebook, of_head, block, shared);
-    Turner<S::rotary, true, Mine::unit * S::vector_size, 1> turner(rotary_or_null<S>(a), groups.first_channel(), shared);
+    Turner<S::rotary, true, 32, Mine::unit * S::vector_size, 1> turner(rotary_or_null<S>(a), groups.first_channel(), shared);
     constexpr int numbers = Plan::threads / 32 * Mine::unit * S::vector_size;  // of a block
     wait_for_grids();
     let_next_grid_begin();
@@ -177,7 +177,7 @@ __device__ inline void store_side(const Arguments& a, const Side& side, int numb
       const int first = length - a.window, last = min(first + a.tokens, a.capacity);
       for (int position = max(first, 0); groups.exists && position < last; ++position)
         groups.encode(head.slot(position), head.mean(),
-                      [&] { return turner(head.turning(), head.position(position), 0); }, side.codes + head.row(position) * bytes);
+                      [&] { return turner(head.turning(), head.position(position), 1, 0); }, side.codes + head.row(position) * bytes);
     }
     __syncthreads();
     leave(a, length);
@@ -186,30 +186,30 @@ __device__ inline void store_side(const Arguments& a, const Side& side, int numb
     Head<S> head(a, side, number);
     constexpr bool together = search.split > 1;  // all warps have the same rows
     constexpr int teams = 32 / S::lanes, at_a_time = teams * (together ? 1 : Plan::threads / 32);
-    const int team = (together ? threadIdx.x % 32 : threadIdx.x) / S::lanes;
-    Turner<S::rotary, true, S::dim, teams> turner(rotary_or_null<S>(a), 0, shared + Encoder<S>::words);
+    const int own = (together ? threadIdx.x % 32 : threadIdx.x) / S::lanes;  // row, of those of the block
+    Turner<S::rotary, true, Plan::threads, S::dim, at_a_time> turner(rotary_or_null<S>(a), 0, shared + Encoder<S>::words);
     Row<S>::prefetch(head.mean(), head.smoothing(), head.turning());
     wait_for_grids();
     let_next_grid_begin();
     const int length = copy(head, 0, S::dim);
     const int first = length - a.window, last = min(first + a.tokens, a.capacity);
-    int base = first + team / teams * teams;  // position of the warp
+    int base = first;  // position of the block's first row
     Row<S> row;
     const auto load = [&] {
-      const int position = base + team % teams;
+      const int position = base + own;
       const bool exists = position >= 0 && position < last;
       row.template load<S::dtype, true, S::centred>(
           head.slot(exists ? position : 0), head.mean(), [&] { return head.smoothing(); },
-          [&] { return turner(head.turning(), head.position(base), team % teams); }, exists);
+          [&] { return turner(head.turning(), head.position(base), min(last - base, at_a_time), own); }, exists);
     };
-    if (base < last) load();
+    load();
     search.prepare();
     leave(a, length);
     while (base < last) {
-      const int position = base + team % teams;
+      const int position = base + own;
       const int64_t at = head.row(position);
-      search.encode(row, position >= 0 && position < last, side.codes + at * bytes,
-                    side.scale + at * Row<S>::numbers);
+      if (base + own / teams * teams < last)  // any row of the warp
+        search.encode(row, position >= 0 && position < last, side.codes + at * bytes, side.scale + at * Row<S>::numbers);
       if constexpr (together) __syncthreads();
       base += at_a_time;
       if (base < last) load();
