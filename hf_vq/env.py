@@ -77,6 +77,12 @@ BACKEND = Variable(
     "Run only the entries of the dispatch table with this name or prefix, for example `reference`.",
     str.strip,
 )
+CAPTURE = Variable(
+    "HF_VQ_CAPTURE",
+    True,
+    "`0`: `generate` with a static cache replays its own CUDA graphs only after `hf_vq.capture`.",
+    flag,
+)
 CPU_ISA = Variable(
     "HF_VQ_CPU_ISA",
     "",
@@ -127,6 +133,7 @@ VLLM_KV = Variable(
 VARIABLES: tuple[Variable[bool] | Variable[str], ...] = (
     AUTOLOAD,
     BACKEND,
+    CAPTURE,
     CPU_ISA,
     FUSED_INPUTS,
     NATIVE_STEP,

@@ -103,7 +103,7 @@ TABLE = (
         "transformers.generation.utils:GenerationMixin._sample",
         "hf_vq.hf.generation:around_the_loop",
         (CACHE, BACKEND, CAPTURE),
-        "that check is not told which model generates, and a decoding step on a CPU whether code "
+        "that check is not told which model generates, and decoding steps do not know whether code "
         "of the user's runs between two tokens and may change the model",
     ),
     Patch(
@@ -170,7 +170,7 @@ MODEL_METHODS = {
     "mark_tied_weights_as_initialized": "while a model is loaded: a missing tensor is an error, "
     "not random numbers",
     "fuse_qkv_projections": "of diffusers: codes of several layers do not become those of one",
-    "get_compiled_call": "hf_vq.capture: decoding steps replay CUDA graphs",
+    "get_compiled_call": "decoding steps replay CUDA graphs",
     "forward": "on a CPU, a decoding step over a VQCache is one call of libhf_vq_cpu",
     "__getstate__": "copies, and models from files, have no `forward` of another model",
 }
@@ -305,6 +305,11 @@ def begin_codes(model: Any) -> None:
                 if target in _made:  # of another class with this name
                     target += f" {id(owner):x}"
                 _set(target, owner, name, _get(patch.replacement)(before))
+
+
+def is_of_codes(model: Any) -> bool:
+    """True between `begin_codes` and `end_codes`, of copies, too."""
+    return _OF_CODES in vars(model)
 
 
 def end_codes(model: Any) -> None:

@@ -1,4 +1,4 @@
-"""`hf_vq.capture`: decoding steps of `generate` as CUDA graphs that nothing stands in front of.
+"""Decoding steps of `generate` as CUDA graphs that nothing stands in front of.
 
 `generate` with a static cache compiles the model (`get_compiled_call`). At every token the compiled
 code compares all that it took for granted, thousands of attributes and tensors, and the CUDA graphs
@@ -13,6 +13,9 @@ And the host reads a token while the GPU already computes the next one (`reading
 
     GPU     step 1 | step 2 | step 3 | ..
     host           launch 2, read 1 | launch 3, read 2 | ..
+
+Models of codes, and models over a `VQCache`, are captured when they generate (`_automatic`), others
+by `hf_vq.capture`.
 """
 
 from __future__ import annotations
@@ -32,14 +35,15 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unfl
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, StaticLayer
 
-from .. import patches
+from .. import env, patches
 from ..cache.argument import CACHE
 from ..cache.static_layer import VQStaticLayer
 from ..errors import VQBackendError
+from .step.snapshot import has_hooks
 
-_ATTRIBUTE = "_hf_vq_captured"
+_ATTRIBUTE = "_hf_vq_captured"  # of a model: a `_Captured`, or False where that is switched off
 _KEPT = 4  # graphs of a model
-_LATE = ("cuda",)  # types of devices whose tokens are read late
+_GPUS = ("cuda",)  # types of devices
 
 Inputs = dict[str, Any]
 Step = Callable[..., Any]
@@ -49,7 +53,11 @@ def capture(model: PreTrainedModel, enabled: bool = True) -> None:
     """Let `model.generate` replay its own CUDA graphs when the cache is static.
 
         hf_vq.capture(model)
-        model.generate(**inputs, past_key_values=VQCache(model.config, max_cache_len=4096))
+        model.generate(**inputs, past_key_values=StaticCache(model.config, max_cache_len=4096))
+
+    With codes, as weights or in the cache, `generate` does so by itself if none of your code runs
+    between two tokens: no hooks, streamers, logits processors, stopping criteria or classes of your
+    own, and no `compile_config`.
 
     The tokens are those of `generate` without it. Between two calls of `generate` the model may be
     changed in any way, while one runs it may not. Python of the model, such as hooks that collect
@@ -61,7 +69,7 @@ def capture(model: PreTrainedModel, enabled: bool = True) -> None:
 
     Args:
         model: on one GPU.
-        enabled: False = as it was before; its graphs are freed.
+        enabled: False = neither this nor `generate` itself captures it; its graphs are freed.
 
     Raises:
         VQBackendError: `model` is no model of Transformers itself, or not on one GPU.
@@ -74,6 +82,7 @@ def capture(model: PreTrainedModel, enabled: bool = True) -> None:
     model.__dict__.pop(_ATTRIBUTE, None)
     patches.restore(model, "get_compiled_call")
     if not enabled:
+        model.__dict__[_ATTRIBUTE] = False
         return
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) != 1 or {device.type for device in devices} != {"cuda"}:
@@ -81,27 +90,78 @@ def capture(model: PreTrainedModel, enabled: bool = True) -> None:
             "hf_vq.capture needs a model on one GPU, this one is on "
             f"{', '.join(sorted(map(str, devices)))}. Load it with device_map='cuda:0'."
         )
-    model.__dict__[_ATTRIBUTE] = _Captured(model, devices.pop())
+    _attach(model, devices.pop(), automatic=False)
+
+
+def _attach(model: PreTrainedModel, device: torch.device, automatic: bool) -> _Captured:
+    captured = model.__dict__[_ATTRIBUTE] = _Captured(model, device, automatic)
     patches.override(model, "get_compiled_call", partial(_get_compiled_call, model))
     patches.apply(patches.CAPTURE)
+    return captured
 
 
 def _get_compiled_call(model: PreTrainedModel, compile_config: Any) -> Step:
     """`get_compiled_call` of a captured model."""
     compiled: Step = type(model).get_compiled_call(model, compile_config)
     captured = model.__dict__.get(_ATTRIBUTE)  # a copy of the model has none
-    return compiled if captured is None else _Decoding(captured, compiled)
+    if not captured or (captured.automatic and _in_loop() is not captured):
+        return compiled
+    return _Decoding(captured, compiled)
 
 
 @contextmanager
-def loop(model: Any) -> Iterator[None]:
-    """The loop over tokens of one `generate`: whether `reading_late` is for it."""
-    outer = getattr(_thread, "is_late", False)
-    _thread.is_late = model.__dict__.get(_ATTRIBUTE) is not None  # a copy's is None
+def loop(model: Any, options: dict[str, Any], unchanging: bool) -> Iterator[None]:
+    """The loop over tokens of one `generate`, which captures the model if it may.
+
+    Args:
+        options: of the loop, by name.
+        unchanging: no code of the user's runs between two tokens.
+    """
+    captured = model.__dict__.get(_ATTRIBUTE)  # a copy's is None
+    if captured is None or (captured and captured.automatic):
+        device = _automatic(model, options) if unchanging else None
+        if device is None:
+            captured = None
+        elif captured is None or captured.device != device:
+            captured = _attach(model, device, automatic=True)
+    outer = _in_loop(), getattr(_thread, "is_late", False)
+    # A step too many would draw once more from the generator of one who did not ask for it.
+    late = captured and not (captured.automatic and options["generation_config"].do_sample)
+    _thread.captured, _thread.is_late = captured, bool(late)
     try:
         yield
     finally:
-        _thread.is_late = outer
+        _thread.captured, _thread.is_late = outer
+
+
+def _automatic(model: PreTrainedModel, options: Inputs) -> torch.device | None:
+    """The GPU of a model that `generate` captures by itself; None: it does not.
+
+    Codes are several tensors where a dense layer has one, so that comparing them takes as long as
+    the GPU's work. A captured model is right where compiled code is, unless Python of the user's
+    runs in the model, or was chosen for compiling it.
+    """
+    config, inputs = options["generation_config"], options.get("model_kwargs", {})
+    cache = inputs.get(CACHE)
+    layers = getattr(cache, "layers", ())
+    coded = patches.is_of_codes(model) or any(type(layer) is VQStaticLayer for layer in layers)
+    taken = "get_compiled_call" in vars(model) and not model.__dict__.get(_ATTRIBUTE)
+    chosen = [getattr(one, "compile_config", None) for one in (config, model.generation_config)]
+    if (
+        not (coded and _counts_on_the_gpu(cache) and env.CAPTURE.get())
+        or taken
+        or chosen != [None, None]
+        or options.get("synced_gpus")
+        or not type(model).__module__.startswith("transformers.")
+        or "llama4" in model.config.model_type  # which Transformers does not compile
+        or not model._valid_auto_compile_criteria(inputs, config)
+        or torch.nn.modules.module._has_any_global_hook()
+        or any(map(has_hooks, model.modules()))
+    ):
+        return None
+    devices = {parameter.device for parameter in model.parameters()}
+    device = devices.pop()
+    return device if device.type in _GPUS and not devices else None
 
 
 def reading_late(before: Any) -> Any:
@@ -113,7 +173,7 @@ def reading_late(before: Any) -> Any:
         def is_supported(*args: Any, **kwargs: Any) -> bool:
             known = inspect.signature(before.is_supported).bind(*args, **kwargs).arguments
             late = getattr(_thread, "is_late", False) and not known.get("is_assistant")
-            if not late or known["device"].type not in _LATE:
+            if not late or known["device"].type not in _GPUS:
                 return bool(before.is_supported(*args, **kwargs))
             return not known.get("cache_is_returned", True) or _forgets(known["cache"])
 
@@ -150,9 +210,15 @@ def _forgets(cache: Any) -> bool:
     return bool(layers) and all(type(layer) is VQStaticLayer for layer in layers)
 
 
-# `.ran`: what compiled code of this thread ran, on which memory; `.is_late`: a captured model
-# generates.
+# `.ran`: what compiled code of this thread ran, on which memory; `.captured`: of the model that
+# generates; `.is_late`: its tokens are read late.
 _thread = threading.local()
+
+
+def _in_loop() -> _Captured | None:
+    return getattr(_thread, "captured", None)
+
+
 _one_at_a_time = threading.Lock()  # all that is captured
 
 
@@ -170,9 +236,16 @@ def _backend(graph: Any, inputs: Any) -> Step:
 
 
 class _Captured:
-    """A model that was compiled, and the graphs captured of it."""
+    """A model that was compiled, and the graphs captured of it.
 
-    def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
+    Args:
+        automatic: nobody asked for it, so it is used where `_automatic` says so.
+    """
+
+    automatic = False
+
+    def __init__(self, model: PreTrainedModel, device: torch.device, automatic: bool) -> None:
+        self.automatic = automatic
         self.compiled: Step = torch.compile(model.__call__, backend=_backend, fullgraph=True)
         self.graphs: OrderedDict[Any, _Graph] = OrderedDict()
         self.device, self.whole = device, True
@@ -284,11 +357,12 @@ class _Decoding:
             out, key = self.captured.checked(inputs)
         except (Unsupported, FailOnRecompileLimitHit) as error:  # nothing ran yet
             reason = str(error).strip().partition("\n")[0]
-            warnings.warn(
-                f"hf_vq.capture: the model runs as always, it does not compile as a whole "
-                f"({type(error).__name__}: {reason}).",
-                stacklevel=2,
-            )
+            if not self.captured.automatic:
+                warnings.warn(
+                    f"hf_vq.capture: the model runs as always, it does not compile as a whole "
+                    f"({type(error).__name__}: {reason}).",
+                    stacklevel=2,
+                )
             self.captured.whole = False
             return self.compiled(**inputs)
         # What ran twice will run again. A step may have compiled for what the one before changed.
@@ -300,12 +374,16 @@ class _Decoding:
 def _repeats(inputs: Inputs) -> bool:
     """True if every step launches the same kernels: one token per sequence, and a static cache,
     which counts its tokens on the GPU."""
-    tokens, cache = inputs.get("input_ids"), inputs.get(CACHE)
-    if tokens is None or tokens.shape[1] != 1 or not isinstance(cache, Cache):
+    tokens = inputs.get("input_ids")
+    if tokens is None or tokens.shape[1] != 1 or not _counts_on_the_gpu(inputs.get(CACHE)):
         return False
     plain = (bool, int, float, str, type(None))
-    return all(type(layer) in (StaticLayer, VQStaticLayer) for layer in cache.layers) and all(
-        _on_gpu(x) or isinstance(x, plain) for x in _leaves(inputs)[0]
+    return all(_on_gpu(x) or isinstance(x, plain) for x in _leaves(inputs)[0])
+
+
+def _counts_on_the_gpu(cache: Any) -> bool:
+    return isinstance(cache, Cache) and all(
+        type(layer) in (StaticLayer, VQStaticLayer) for layer in cache.layers
     )
 
 

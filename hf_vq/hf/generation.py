@@ -115,7 +115,8 @@ def around_the_loop(sample: Any) -> Any:
     @functools.wraps(sample)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         known = inspect.signature(sample).bind(self, *args, **kwargs).arguments
-        with cuda_graphs.loop(self), step.loop(self, _runs_no_users_code(self, known)):
+        unchanging = _runs_no_users_code(self, known)
+        with cuda_graphs.loop(self, known, unchanging), step.loop(self, unchanging):
             return sample(self, *args, **kwargs)
 
     return wrapped

@@ -33,8 +33,9 @@ CAPACITY = 96
 
 @pytest.fixture
 def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many graphs were captured, and how many steps replayed."""
+    """How many graphs were captured, and how many steps replayed; only after `hf_vq.capture`."""
     torch._dynamo.reset()
+    monkeypatch.setenv("HF_VQ_CAPTURE", "0")
     counts = [0, 0]
     replay, init = cuda_graphs._Graph.replay, cuda_graphs._Graph.__init__
 
@@ -171,6 +172,62 @@ def test_sampling_and_inference_mode(replays: list[int]) -> None:
     with torch.inference_mode():
         assert torch.equal(sampled(), wanted)
     assert torch.equal(sampled(), wanted) and replays[1] > 3 * 25
+
+
+@pytest.mark.parametrize("kind", ["vq", "codes"])
+def test_codes_are_captured_by_generate_itself(
+    kind: str, replays: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A coded cache of a dense model, and a model of codes over a dense cache."""
+    model = build("gqa", "sdpa").cuda()
+    if kind == "codes":
+        config = hf_vq.VQConfig("turboquant-4", activations=None)
+        model = hf_vq.quantize_model(model.half(), config)
+    of_cache = "vq" if kind == "vq" else "static"
+    ids, mask = ids_and_mask()
+
+    def run(**options: Any) -> Tensor:
+        return greedy(model, ids, cache_of(of_cache, model), 40, attention_mask=mask, **options)
+
+    wanted = run()
+    end = wanted[:, 50].unique().tolist()
+    ended = run(eos_token_id=end)
+    assert replays == [0, 0]
+    monkeypatch.delenv("HF_VQ_CAPTURE")
+    assert torch.equal(run(), wanted) and replays[1] >= 36
+    assert torch.equal(run(eos_token_id=end), ended)
+
+    seen = list(replays)
+    hook = model.model.norm.register_forward_hook(lambda *args: None)
+    assert torch.equal(run(), wanted) and replays == seen
+    hook.remove()
+    assert torch.equal(run(), wanted) and replays[1] >= seen[1] + 36
+    seen = list(replays)
+    hf_vq.capture(model, False)
+    assert torch.equal(run(), wanted) and replays == seen
+
+
+def test_sampling_draws_no_more_than_without(
+    replays: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An early end leaves the GPU's generator where it is without graphs."""
+    model = build("gqa", "sdpa").cuda()
+    ids, mask = ids_and_mask(1)
+
+    def sampled(end: int | None) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(3)
+        cache = cache_of("vq", model)
+        options = {"eos_token_id": end, "pad_token_id": 0, "attention_mask": mask}
+        out = model.generate(
+            ids, past_key_values=cache, max_new_tokens=40, do_sample=True, **options
+        )
+        return out, torch.rand(4, device="cuda")
+
+    end = int(sampled(None)[0][0, 50])
+    wanted = sampled(end)
+    monkeypatch.delenv("HF_VQ_CAPTURE")
+    found = sampled(end)
+    assert all(map(torch.equal, found, wanted)) and replays[1] > 5
 
 
 def test_what_is_compiled_as_always(replays: list[int]) -> None:

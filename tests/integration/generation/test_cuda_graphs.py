@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers.generation.utils
-from transformers import StaticCache
+from transformers import CompileConfig, LlamaForCausalLM, StaticCache
 
 import hf_vq
 from hf_vq import VQCache, patches
@@ -33,7 +33,8 @@ def test_the_method_of_one_model() -> None:
     assert type(model).get_compiled_call is plain
     hf_vq.capture(model, enabled=False)
     assert not isinstance(model.get_compiled_call(None), cuda_graphs._Decoding)
-    assert not {cuda_graphs._ATTRIBUTE, "get_compiled_call"} & model.__dict__.keys()
+    assert model.__dict__[cuda_graphs._ATTRIBUTE] is False  # nor by itself
+    assert "get_compiled_call" not in model.__dict__
 
 
 def test_a_model_on_a_cpu() -> None:
@@ -77,7 +78,7 @@ def late(monkeypatch: pytest.MonkeyPatch, restored_patches: None) -> Iterator[An
     """A model on the CPU whose tokens are read one step late, as after `capture`; checks are
     counted."""
     monkeypatch.setattr(torch, "Event", Event)
-    monkeypatch.setattr(cuda_graphs, "_LATE", ("cpu",))
+    monkeypatch.setattr(cuda_graphs, "_GPUS", ("cpu",))
     patches.apply(patches.CAPTURE)
     model = build("gqa")
     model.__dict__[cuda_graphs._ATTRIBUTE] = cuda_graphs._Captured.__new__(cuda_graphs._Captured)
@@ -145,9 +146,126 @@ def test_other_models_and_caches_read_every_token_at_once(
     assert late.late_checks == 0
     ended(late, VQCache(plain.config, max_cache_len=64, static=True), None, ids)
     assert late.late_checks == 20
-    monkeypatch.setattr(cuda_graphs, "_LATE", ("cuda",))  # the model has moved to the CPU since
+    monkeypatch.setattr(cuda_graphs, "_GPUS", ("cuda",))  # the model has moved to the CPU since
     ended(late, VQCache(plain.config, max_cache_len=64, static=True), None, ids)
     assert late.late_checks == 20
     hf_vq.capture(late, enabled=False)
     ended(late, VQCache(plain.config, max_cache_len=64, static=True), None, ids)
     assert late.late_checks == 20
+
+
+def no_hook(*args: Any) -> None:
+    """Does nothing."""
+
+
+class OwnModel(LlamaForCausalLM):
+    """A model of the user's."""
+
+
+def hooked(model: Any, options: dict[str, Any]) -> None:
+    model.model.norm.register_forward_hook(no_hook)
+
+
+def configured(model: Any, options: dict[str, Any]) -> None:
+    options["generation_config"].compile_config = CompileConfig()
+
+
+def growing(model: Any, options: dict[str, Any]) -> None:
+    options["model_kwargs"]["past_key_values"] = VQCache(model.config)
+
+
+def of_floats(model: Any, options: dict[str, Any]) -> None:
+    options["model_kwargs"]["past_key_values"] = StaticCache(config=model.config, max_cache_len=64)
+
+
+def of_the_user(model: Any, options: dict[str, Any]) -> None:
+    model.__class__ = OwnModel
+
+
+def together(model: Any, options: dict[str, Any]) -> None:
+    options["synced_gpus"] = True
+
+
+def switched_off(model: Any, options: dict[str, Any]) -> None:
+    hf_vq.capture(model, enabled=False)
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, dict[str, Any]]:
+    """A model on the CPU, and options of the loop over tokens, as `_automatic` gets them."""
+    monkeypatch.setattr(cuda_graphs, "_GPUS", ("cpu",))
+    model = build("gqa")
+    monkeypatch.setattr(type(model), "_valid_auto_compile_criteria", lambda *args: True)
+    cache = VQCache(model.config, max_cache_len=64, static=True)
+    config = copy.deepcopy(model.generation_config)
+    return model, {"generation_config": config, "model_kwargs": {"past_key_values": cache}}
+
+
+def test_what_generate_captures_by_itself(
+    as_on_a_gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, options = as_on_a_gpu
+    place = torch.device("cpu")
+    assert cuda_graphs._automatic(model, options) == place
+    assert cuda_graphs._automatic(copy.deepcopy(model), options) == place
+    coded = hf_vq.quantize_model(
+        copy.deepcopy(model), hf_vq.VQConfig("turboquant-4", activations=None)
+    )
+    of_floats(model, options)
+    assert cuda_graphs._automatic(coded, options) == place
+    monkeypatch.setenv("HF_VQ_CAPTURE", "0")
+    assert cuda_graphs._automatic(coded, options) is None
+
+
+@pytest.mark.parametrize("change", [hooked, configured, growing, of_floats, of_the_user, together])
+def test_what_it_does_not(as_on_a_gpu: Any, change: Any) -> None:
+    model, options = as_on_a_gpu
+    change(model, options)
+    assert cuda_graphs._automatic(model, options) is None
+
+
+def test_hooks_of_all_modules(as_on_a_gpu: Any) -> None:
+    hook = torch.nn.modules.module.register_module_forward_hook(no_hook)
+    try:
+        assert cuda_graphs._automatic(*as_on_a_gpu) is None
+    finally:
+        hook.remove()
+
+
+def test_models_elsewhere(as_on_a_gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graphs, "_GPUS", ("cuda",))
+    assert cuda_graphs._automatic(*as_on_a_gpu) is None
+
+
+class Captured:
+    """Stands for `_Captured`, which needs a GPU."""
+
+    def __init__(self, model: Any, device: torch.device, automatic: bool) -> None:
+        self.device, self.automatic = device, automatic
+
+
+def test_a_loop_captures_the_model_while_it_runs(
+    as_on_a_gpu: Any, monkeypatch: pytest.MonkeyPatch, restored_patches: None
+) -> None:
+    """And reads tokens late unless they are sampled. Code of the user's ends it for one loop."""
+    monkeypatch.setattr(cuda_graphs, "_Captured", Captured)
+    model, options = as_on_a_gpu
+    options["generation_config"].do_sample = False
+
+    def decodes() -> bool:
+        return isinstance(model.get_compiled_call(None), cuda_graphs._Decoding)
+
+    for unchanging in (False, True, False, True):
+        with cuda_graphs.loop(model, options, unchanging):
+            assert decodes() == unchanging == cuda_graphs._thread.is_late
+            with cuda_graphs.loop(build("gqa"), options, False):  # another model's, inside of it
+                assert not decodes() and not cuda_graphs._thread.is_late
+            assert decodes() == unchanging == cuda_graphs._thread.is_late
+        assert not decodes() and not cuda_graphs._thread.is_late
+    options["generation_config"].do_sample = True
+    with cuda_graphs.loop(model, options, True):
+        assert decodes() and not cuda_graphs._thread.is_late
+    switched_off(model, options)
+    with cuda_graphs.loop(model, options, True):
+        assert not decodes()
+    patches.undo()
