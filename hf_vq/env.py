@@ -80,7 +80,7 @@ BACKEND = Variable(
 CAPTURE = Variable(
     "HF_VQ_CAPTURE",
     True,
-    "`0`: `generate` with a static cache replays its own CUDA graphs only after `hf_vq.capture`.",
+    "`0`: `generate` replays its own CUDA graphs only after `hf_vq.capture`.",
     flag,
 )
 CPU_ISA = Variable(

@@ -73,10 +73,10 @@ class AppendPlan(Plan):
         """
         entries, warps = 1 << self.entry_bits, self.threads // 32
         table = 4 * (self.vector_size + 1) * max(4, entries)
-        turned = self.rows_at_a_time * self.dim
+        means = self.rows_at_a_time * self.dim
         books = 0
         if self.learned:
-            turned = warps * self.width * self.vector_size
+            means = warps * self.width * self.vector_size
             books = 0 if self.few else warps * self.width * table
         elif self.cells:
             books = 4 * (self.cells**2 + entries)
@@ -85,7 +85,7 @@ class AppendPlan(Plan):
             if self.few:
                 uppers = -(-self.dim // (self.vector_size * self.lanes * self.width))
                 books += 8 * self.threads * uppers * self.width
-        return books + (4 * turned if self.rotary and self.few else 0)
+        return books + (4 * means if self.rotary and self.few else 0)
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ def capture(model: PreTrainedModel, enabled: bool = True) -> None:
 
     Args:
         model: on one GPU.
-        enabled: False = neither this nor `generate` itself captures it; its graphs are freed.
+        enabled: False = never captured, nor by `generate` itself; its graphs are freed.
 
     Raises:
         VQBackendError: `model` is no model of Transformers itself, or not on one GPU.

@@ -84,7 +84,7 @@ struct TurnedMean {
   };
 };
 
-// R_n m for up to `Rows` tokens at a time, channels `first` to `first` + Channels, by `Threads` threads: a warp or a block.
+// R_n m for up to `Rows` tokens per call, channels `first` to `first` + Channels, by `Threads` threads: a warp or a block.
 // Where there are few tokens, a thread computes a channel for all others, and has its frequency before it waits for the
 // grids before.
 template <bool Rotary, bool Few, int Threads, int Channels, int Rows> struct Turner {
