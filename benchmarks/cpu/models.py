@@ -39,6 +39,7 @@ OURS = {  # weights, embeddings, cache
     "vq-4 + u4, int8 head": ("vq-4", "int8", "u4"),
     "turboquant-4 + nomad-u4": ("turboquant-4", None, "nomad-u4"),
     "turboquant-4 + nomad-u4, int8 head": ("turboquant-4", "int8", "nomad-u4"),
+    "turboquant-8 + u4": ("turboquant-8", None, "u4"),
 }
 DENSE = "bf16"
 LLAMA = {  # weights, flash attention, type of the cache

@@ -24,9 +24,11 @@ from ..int8 import simulate_int8
 from ..weights import quantize_blocks
 from .ggml import TYPES, Ggml
 
-SCHEMES = ("vq-4", "turboquant-4", "vq-3", "turboquant-3", "vq-2", "turboquant-2")
+SCHEMES = (
+    "turboquant-8", "vq-4", "turboquant-4", "vq-3", "turboquant-3", "vq-2", "turboquant-2",
+)  # fmt: skip
 CALIBRATED = ("vq-4", "vq-3", "vq-2")
-WITH_ACTIVATIONS = ("vq-4", "vq-3", "vq-2")
+WITH_ACTIVATIONS = ("turboquant-8", "vq-4", "vq-3", "vq-2")
 EMBEDDINGS = ("int8", "turboquant-6", "int4", "turboquant-4")
 BESIDE = "vq-4"  # weights of the rows of embeddings
 IMATRIX = ("q4_k", "iq4_xs", "q3_k", "iq3_s", "iq3_xxs", "q2_k", "iq2_xs", "iq2_xxs")
