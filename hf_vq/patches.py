@@ -170,7 +170,7 @@ MODEL_METHODS = {
     "mark_tied_weights_as_initialized": "while a model is loaded: a missing tensor is an error, "
     "not random numbers",
     "fuse_qkv_projections": "of diffusers: codes of several layers do not become those of one",
-    "get_compiled_call": "decoding steps replay CUDA graphs",
+    "get_compiled_call": "on a GPU, decoding steps of the `generate` that runs replay CUDA graphs",
     "forward": "on a CPU, a decoding step over a VQCache is one call of libhf_vq_cpu",
     "__getstate__": "copies, and models from files, have no `forward` of another model",
 }

@@ -21,6 +21,7 @@ by `hf_vq.capture`.
 from __future__ import annotations
 
 import inspect
+import logging
 import threading
 import warnings
 from collections import OrderedDict
@@ -41,7 +42,10 @@ from ..cache.static_layer import VQStaticLayer
 from ..errors import VQBackendError
 from .step.snapshot import has_hooks
 
+logger = logging.getLogger(__name__)
 _ATTRIBUTE = "_hf_vq_captured"  # of a model: a `_Captured`, or False where that is switched off
+_METHOD = "get_compiled_call"
+_KNOWN = ("torch", "transformers", "hf_vq", "peft")  # packages that leave nothing behind in a step
 _KEPT = 4  # graphs of a model
 _GPUS = ("cuda",)  # types of devices
 
@@ -49,15 +53,15 @@ Inputs = dict[str, Any]
 Step = Callable[..., Any]
 
 
-def capture(model: PreTrainedModel, enabled: bool = True) -> None:
+def capture(model: PreTrainedModel, enabled: bool | None = True) -> None:
     """Let `model.generate` replay its own CUDA graphs when the cache is static.
 
         hf_vq.capture(model)
         model.generate(**inputs, past_key_values=StaticCache(model.config, max_cache_len=4096))
 
-    With codes, as weights or in the cache, `generate` does so by itself if none of your code runs
-    between two tokens: no hooks, streamers, logits processors, stopping criteria or classes of your
-    own, and no `compile_config`.
+    With codes, as weights or in the cache, `generate` does so by itself if no code of yours runs in
+    the model or between two tokens (hooks, layers, streamers, logits processors, stopping criteria)
+    and it was given no `compile_config`.
 
     The tokens are those of `generate` without it. Between two calls of `generate` the model may be
     changed in any way, while one runs it may not. Python of the model, such as hooks that collect
@@ -69,7 +73,7 @@ def capture(model: PreTrainedModel, enabled: bool = True) -> None:
 
     Args:
         model: on one GPU.
-        enabled: False = never captured, nor by `generate` itself; its graphs are freed.
+        enabled: False = never, None = only by `generate` itself; both free its graphs.
 
     Raises:
         VQBackendError: `model` is no model of Transformers itself, or not on one GPU.
@@ -80,9 +84,9 @@ def capture(model: PreTrainedModel, enabled: bool = True) -> None:
             "PeftModel that is peft_model.get_base_model()."
         )
     model.__dict__.pop(_ATTRIBUTE, None)
-    patches.restore(model, "get_compiled_call")
     if not enabled:
-        model.__dict__[_ATTRIBUTE] = False
+        if enabled is not None:
+            model.__dict__[_ATTRIBUTE] = False
         return
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) != 1 or {device.type for device in devices} != {"cuda"}:
@@ -90,23 +94,8 @@ def capture(model: PreTrainedModel, enabled: bool = True) -> None:
             "hf_vq.capture needs a model on one GPU, this one is on "
             f"{', '.join(sorted(map(str, devices)))}. Load it with device_map='cuda:0'."
         )
-    _attach(model, devices.pop(), automatic=False)
-
-
-def _attach(model: PreTrainedModel, device: torch.device, automatic: bool) -> _Captured:
-    captured = model.__dict__[_ATTRIBUTE] = _Captured(model, device, automatic)
-    patches.override(model, "get_compiled_call", partial(_get_compiled_call, model))
+    model.__dict__[_ATTRIBUTE] = _Captured(model, devices.pop(), automatic=False)
     patches.apply(patches.CAPTURE)
-    return captured
-
-
-def _get_compiled_call(model: PreTrainedModel, compile_config: Any) -> Step:
-    """`get_compiled_call` of a captured model."""
-    compiled: Step = type(model).get_compiled_call(model, compile_config)
-    captured = model.__dict__.get(_ATTRIBUTE)  # a copy of the model has none
-    if not captured or (captured.automatic and _in_loop() is not captured):
-        return compiled
-    return _Decoding(captured, compiled)
 
 
 @contextmanager
@@ -119,19 +108,40 @@ def loop(model: Any, options: dict[str, Any], unchanging: bool) -> Iterator[None
     """
     captured = model.__dict__.get(_ATTRIBUTE)  # a copy's is None
     if captured is None or (captured and captured.automatic):
-        device = _automatic(model, options) if unchanging else None
-        if device is None:
-            captured = None
-        elif captured is None or captured.device != device:
-            captured = _attach(model, device, automatic=True)
+        captured = _capture_by_itself(model, options) if unchanging else None
     outer = _in_loop(), getattr(_thread, "is_late", False)
     # A step too many would draw once more from the generator of one who did not ask for it.
     late = captured and not (captured.automatic and options["generation_config"].do_sample)
     _thread.captured, _thread.is_late = captured, bool(late)
+    if captured:
+        patches.override(model, _METHOD, partial(_get_compiled_call, model))
     try:
         yield
     finally:
         _thread.captured, _thread.is_late = outer
+        if captured:
+            patches.restore(model, _METHOD)
+
+
+def _get_compiled_call(model: PreTrainedModel, compile_config: Any) -> Step:
+    """`get_compiled_call` while a captured model generates, in any thread."""
+    compiled: Step = type(model).get_compiled_call(model, compile_config)
+    captured = _in_loop()
+    if not captured or captured is not model.__dict__.get(_ATTRIBUTE):
+        return compiled
+    return _Decoding(captured, compiled)
+
+
+def _capture_by_itself(model: PreTrainedModel, options: Inputs) -> _Captured | None:
+    device = _automatic(model, options)
+    if device is None:
+        return None
+    patches.apply(patches.CAPTURE)
+    with _one_at_a_time:
+        known: _Captured | None = model.__dict__.get(_ATTRIBUTE)
+        if known is None or known.device != device:
+            known = model.__dict__[_ATTRIBUTE] = _Captured(model, device, automatic=True)
+    return known
 
 
 def _automatic(model: PreTrainedModel, options: Inputs) -> torch.device | None:
@@ -141,27 +151,47 @@ def _automatic(model: PreTrainedModel, options: Inputs) -> torch.device | None:
     the GPU's work. A captured model is right where compiled code is, unless Python of the user's
     runs in the model, or was chosen for compiling it.
     """
+    if not env.CAPTURE.get() or model.device.type not in _GPUS:
+        return None
     config, inputs = options["generation_config"], options.get("model_kwargs", {})
-    cache = inputs.get(CACHE)
-    layers = getattr(cache, "layers", ())
+    layers = getattr(inputs.get(CACHE), "layers", ())
     coded = patches.is_of_codes(model) or any(type(layer) is VQStaticLayer for layer in layers)
-    taken = "get_compiled_call" in vars(model) and not model.__dict__.get(_ATTRIBUTE)
+    if not coded or not _counts_on_the_gpu(inputs.get(CACHE)):
+        return None
+    own = vars(model).get(_METHOD)
     chosen = [getattr(one, "compile_config", None) for one in (config, model.generation_config)]
     if (
-        not (coded and _counts_on_the_gpu(cache) and env.CAPTURE.get())
-        or taken
+        (own is not None and getattr(own, "func", None) is not _get_compiled_call)
         or chosen != [None, None]
         or options.get("synced_gpus")
-        or not type(model).__module__.startswith("transformers.")
+        or not getattr(model, "_can_compile_fullgraph", True)
         or "llama4" in model.config.model_type  # which Transformers does not compile
+        or model.config._attn_implementation not in ("sdpa", "vq")
         or not model._valid_auto_compile_criteria(inputs, config)
         or torch.nn.modules.module._has_any_global_hook()
-        or any(map(has_hooks, model.modules()))
+        or any(map(_is_changed, model.modules()))
     ):
         return None
     devices = {parameter.device for parameter in model.parameters()}
     device = devices.pop()
-    return device if device.type in _GPUS and not devices else None
+    if devices or (device.type == "cuda" and _stream(device) != torch.cuda.default_stream(device)):
+        return None  # graphs share memory, which a stream keeps in order
+    return device
+
+
+def _is_changed(module: torch.nn.Module) -> bool:
+    """True if Python of the user's runs in a module: its class, a hook, a replaced `forward`."""
+    forward = vars(module).get("forward")
+    named = type(module), getattr(forward, "func", forward)
+    return has_hooks(module) or any(
+        str(getattr(each, "__module__", "")).partition(".")[0] not in _KNOWN
+        for each in named
+        if each is not None
+    )
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.current_stream(device)
 
 
 def reading_late(before: Any) -> Any:
@@ -241,8 +271,6 @@ class _Captured:
     Args:
         automatic: nobody asked for it, so it is used where `_automatic` says so.
     """
-
-    automatic = False
 
     def __init__(self, model: PreTrainedModel, device: torch.device, automatic: bool) -> None:
         self.automatic = automatic
@@ -344,26 +372,44 @@ class _Decoding:
             if self.settled and self.graph is None:
                 graph = captured.graphs.get(self.key)
                 if graph is None or not graph.takes(inputs):
-                    graph = _Graph(captured, inputs)
+                    graph = self._record(inputs)
+                if graph is None:
+                    return self.compiled(**inputs)
                 self.graph = captured.keep(self.key, graph)
             if self.graph is not None and self.graph.takes(inputs):
                 return self.graph.replay(inputs)
         return self._checked(inputs)
 
-    def _checked(self, inputs: Inputs) -> Any:
-        from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported
+    def _record(self, inputs: Inputs) -> _Graph | None:
+        """A graph of the step, which does not run; None: it cannot be one, and nobody asked."""
+        try:
+            return _Graph(self.captured, inputs)
+        except RuntimeError as error:
+            if not self.captured.automatic:
+                raise
+            self._give_up("a step is no CUDA graph", error)
+            return None
 
+    def _give_up(self, why: str, error: BaseException) -> None:
+        """Let the model run as Transformers compiles it."""
+        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        if self.captured.automatic:
+            logger.info("generate checks every step of the model: %s (%s).", why, reason)
+        else:
+            warnings.warn(
+                f"hf_vq.capture: the model runs as always, {why} ({reason}).", stacklevel=4
+            )
+        self.captured.whole = False
+
+    def _checked(self, inputs: Inputs) -> Any:
+        from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+        from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+        failures = TorchDynamoException, FailOnRecompileLimitHit, GuardOnDataDependentSymNode
         try:
             out, key = self.captured.checked(inputs)
-        except (Unsupported, FailOnRecompileLimitHit) as error:  # nothing ran yet
-            reason = str(error).strip().partition("\n")[0]
-            if not self.captured.automatic:
-                warnings.warn(
-                    f"hf_vq.capture: the model runs as always, it does not compile as a whole "
-                    f"({type(error).__name__}: {reason}).",
-                    stacklevel=2,
-                )
-            self.captured.whole = False
+        except failures as error:  # nothing ran yet
+            self._give_up("it does not compile as a whole", error)
             return self.compiled(**inputs)
         # What ran twice will run again. A step may have compiled for what the one before changed.
         self.settled = key is not None and (key == self.key or key in self.captured.graphs)
@@ -382,9 +428,8 @@ def _repeats(inputs: Inputs) -> bool:
 
 
 def _counts_on_the_gpu(cache: Any) -> bool:
-    return isinstance(cache, Cache) and all(
-        type(layer) in (StaticLayer, VQStaticLayer) for layer in cache.layers
-    )
+    layers = getattr(cache, "layers", ()) if isinstance(cache, Cache) else ()
+    return bool(layers) and all(type(layer) in (StaticLayer, VQStaticLayer) for layer in layers)
 
 
 def _leaves(inputs: Inputs) -> tuple[list[Any], TreeSpec]:

@@ -70,8 +70,8 @@ def append_plan(
     """
     x, bits = scheme.vector_size, scheme.entry_bits
     if not scheme.has_scale:
-        # Without local memory. With many rows, what turns is loaded next to several of them; where
-        # the blocks of a head are no power of two, numbers of them are divided by it.
+        # Without local memory. With many rows, what turns is loaded next to several of them; at
+        # head_dim 192, of a store's two sides, the numbers of blocks take more registers.
         resident = 2 if x == 4 or (rotary and not few) or dim == 192 else 3
         return AppendPlan(
             _THREADS, resident, dtype, x, bits, dim, 1, centred, aligned, True, False, few, 0,

@@ -62,10 +62,10 @@ struct Place {
     if constexpr (Plan::rotary) return rotary_of(a).mean + batch * rotary_of(a).row + head * rotary_of(a).head;
     return nullptr;
   }
-  // Of the token at index `token`.
+  // Position that angles count, of the token at index `token`.
   __device__ int64_t position(int token) const {
     if constexpr (Plan::rotary) return rotary_of(a).start + token;
-    return token;
+    return 0;
   }
 };
 

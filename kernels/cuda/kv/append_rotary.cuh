@@ -12,7 +12,8 @@ struct TurningChannel {
   float own = 0.0f, partner = 0.0f;
   uint64_t turns = 0;
 
-  // Of a constant of the model.
+  // May come before the grids that are waited for: frequencies are copied before a prompt (cache/static_layer.py), and
+  // other kernels run between.
   __device__ void load_frequency(const RotaryMean& mean, int channel) {
     if (channel < 2 * mean.pairs) turns = turns_of(mean.inv_freq[pair_of(mean, channel)]);
   }

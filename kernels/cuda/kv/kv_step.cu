@@ -73,10 +73,10 @@ template <typename S> struct Head {
     }
     return nullptr;
   }
-  // Of the token at index `token`.
+  // Position that angles count, of the token at index `token`.
   __device__ int64_t position(int token) const {
     if constexpr (S::rotary) return rotary_of<Arguments>(a).start + token;
-    return token;
+    return 0;
   }
 
   __device__ int64_t row(int position) const { return int64_t(pair) * a.capacity + position; }  // of the tape
@@ -204,6 +204,7 @@ __device__ inline void store_side(const Arguments& a, const Side& side, int numb
     };
     load();
     search.prepare();
+    if constexpr (S::integers && !S::rotary) __syncthreads();  // all have read the length, as barriers say else
     leave(a, length);
     while (base < last) {
       const int position = base + own;

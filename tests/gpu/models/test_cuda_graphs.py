@@ -207,6 +207,21 @@ def test_codes_are_captured_by_generate_itself(
     assert torch.equal(run(), wanted) and replays == seen
 
 
+def test_experts_of_codes_run_as_always(
+    replays: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which experts compute is read by the host, so the model is no single graph."""
+    config = hf_vq.VQConfig("turboquant-4", activations=None)
+    model = hf_vq.quantize_model(build("qwen3_moe", "sdpa").cuda().half(), config)
+    ids, mask = ids_and_mask()
+    wanted = greedy(model, ids, cache_of("vq", model), 20, attention_mask=mask)
+    torch._dynamo.reset()
+    monkeypatch.delenv("HF_VQ_CAPTURE")
+    for _ in range(2):
+        out = greedy(model, ids, cache_of("vq", model), 20, attention_mask=mask)
+        assert torch.equal(out, wanted)
+
+
 def test_sampling_draws_no_more_than_without(
     replays: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

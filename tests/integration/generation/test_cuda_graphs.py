@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
+import warnings
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import transformers.generation.utils
-from transformers import CompileConfig, LlamaForCausalLM, StaticCache
+from transformers import (
+    CompileConfig,
+    LlamaForCausalLM,
+    StaticCache,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 import hf_vq
 from hf_vq import VQCache, patches
@@ -20,21 +27,24 @@ from hf_vq.hf import cuda_graphs
 from tests.fixtures.generation import build, prompt
 
 
-def test_the_method_of_one_model() -> None:
-    """It is that of the model alone: not of its class, nor of a copy."""
+def test_the_method_of_one_model_while_it_generates() -> None:
+    """It is that of the model alone: not of its class, nor of a copy, nor of a user's own."""
     model = build("gqa")
-    plain = type(model).get_compiled_call
-    model.__dict__[cuda_graphs._ATTRIBUTE] = cuda_graphs._Captured.__new__(cuda_graphs._Captured)
-    patches.override(model, "get_compiled_call", partial(cuda_graphs._get_compiled_call, model))
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert other.get_compiled_call.args[0] is other is not model
-        assert not isinstance(other.get_compiled_call(None), cuda_graphs._Decoding)
-    assert isinstance(model.get_compiled_call(None), cuda_graphs._Decoding)
-    assert type(model).get_compiled_call is plain
-    hf_vq.capture(model, enabled=False)
-    assert not isinstance(model.get_compiled_call(None), cuda_graphs._Decoding)
-    assert model.__dict__[cuda_graphs._ATTRIBUTE] is False  # nor by itself
+    captured = cuda_graphs._Captured.__new__(cuda_graphs._Captured)
+    captured.automatic = False
+    model.__dict__[cuda_graphs._ATTRIBUTE] = captured
+    options = {"generation_config": model.generation_config}
+    with cuda_graphs.loop(model, options, False):
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert not isinstance(other.get_compiled_call(None), cuda_graphs._Decoding)
+        assert isinstance(model.get_compiled_call(None), cuda_graphs._Decoding)
     assert "get_compiled_call" not in model.__dict__
+    hf_vq.capture(model, enabled=False)
+    with cuda_graphs.loop(model, options, True):
+        assert not isinstance(model.get_compiled_call(None), cuda_graphs._Decoding)
+    assert model.__dict__[cuda_graphs._ATTRIBUTE] is False  # nor by itself
+    hf_vq.capture(model, enabled=None)
+    assert cuda_graphs._ATTRIBUTE not in model.__dict__
 
 
 def test_a_model_on_a_cpu() -> None:
@@ -81,7 +91,9 @@ def late(monkeypatch: pytest.MonkeyPatch, restored_patches: None) -> Iterator[An
     monkeypatch.setattr(cuda_graphs, "_GPUS", ("cpu",))
     patches.apply(patches.CAPTURE)
     model = build("gqa")
-    model.__dict__[cuda_graphs._ATTRIBUTE] = cuda_graphs._Captured.__new__(cuda_graphs._Captured)
+    captured = cuda_graphs._Captured.__new__(cuda_graphs._Captured)
+    captured.automatic = False
+    model.__dict__[cuda_graphs._ATTRIBUTE] = captured
     model.late_checks = 0
     check = transformers.generation.utils.DeferredStopCheck
     call = check.__call__
@@ -182,6 +194,26 @@ def of_the_user(model: Any, options: dict[str, Any]) -> None:
     model.__class__ = OwnModel
 
 
+def with_a_layer_of_the_user(model: Any, options: dict[str, Any]) -> None:
+    model.model.layers[1].mlp.__class__ = type("OwnMLP", (type(model.model.layers[1].mlp),), {})
+
+
+def replaced(model: Any, options: dict[str, Any]) -> None:
+    model.model.layers[1].mlp.forward = no_hook
+
+
+def eager(model: Any, options: dict[str, Any]) -> None:
+    model.config._attn_implementation = "eager"
+
+
+def in_parts(model: Any, options: dict[str, Any]) -> None:
+    model._can_compile_fullgraph = False
+
+
+def compiled_by_the_user(model: Any, options: dict[str, Any]) -> None:
+    model.get_compiled_call = no_hook
+
+
 def together(model: Any, options: dict[str, Any]) -> None:
     options["synced_gpus"] = True
 
@@ -194,7 +226,7 @@ def switched_off(model: Any, options: dict[str, Any]) -> None:
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, dict[str, Any]]:
     """A model on the CPU, and options of the loop over tokens, as `_automatic` gets them."""
     monkeypatch.setattr(cuda_graphs, "_GPUS", ("cpu",))
-    model = build("gqa")
+    model = build("gqa", "sdpa")
     monkeypatch.setattr(type(model), "_valid_auto_compile_criteria", lambda *args: True)
     cache = VQCache(model.config, max_cache_len=64, static=True)
     config = copy.deepcopy(model.generation_config)
@@ -217,7 +249,11 @@ def test_what_generate_captures_by_itself(
     assert cuda_graphs._automatic(coded, options) is None
 
 
-@pytest.mark.parametrize("change", [hooked, configured, growing, of_floats, of_the_user, together])
+@pytest.mark.parametrize(
+    "change",
+    [hooked, configured, growing, of_floats, of_the_user, together, with_a_layer_of_the_user,
+     replaced, eager, in_parts, compiled_by_the_user],
+)  # fmt: skip
 def test_what_it_does_not(as_on_a_gpu: Any, change: Any) -> None:
     model, options = as_on_a_gpu
     change(model, options)
@@ -269,3 +305,39 @@ def test_a_loop_captures_the_model_while_it_runs(
     with cuda_graphs.loop(model, options, True):
         assert not decodes()
     patches.undo()
+
+
+class Failing(Captured):
+    """Its model does not compile."""
+
+    whole = True
+    lock = threading.Lock()
+
+    def checked(self, inputs: Any) -> Any:
+        raise torch._dynamo.exc.UserError(torch._dynamo.exc.UserErrorType.ANTI_PATTERN, "why\nand")
+
+
+def test_a_model_that_does_not_compile_runs_as_always(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_graphs, "_repeats", lambda inputs: True)
+    for automatic in (True, False):
+        captured: Any = Failing(None, torch.device("cpu"), automatic)
+        decode = cuda_graphs._Decoding(captured, lambda **inputs: "as always")
+        with caplog.at_level("INFO", "hf_vq"), warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            assert decode(past_key_values=None) == "as always" and not captured.whole
+        assert ("UserError: why" in caplog.text) == automatic == (not warned)
+        caplog.clear()
+
+
+def test_encoder_decoders_of_codes_generate() -> None:
+    """Their cache is two caches."""
+    config = T5Config(
+        vocab_size=32, d_model=32, d_kv=16, d_ff=64, num_layers=1, num_heads=2, pad_token_id=0,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    model = hf_vq.quantize_model(
+        T5ForConditionalGeneration(config), hf_vq.VQConfig("turboquant-4", activations=None)
+    )
+    assert model.generate(torch.arange(1, 9)[None], max_new_tokens=3).shape[1] <= 4
