@@ -135,7 +135,7 @@ class _Session:
 
     model: LlamaForCausalLM
     name: str
-    cache: VQCache | StaticCache
+    cache: VQCache | None
 
 
 _session = _Session()
@@ -145,12 +145,9 @@ def _open(name: str, cache: str, config: LlamaConfig) -> None:
     scheme = None if name == DENSE_ROW else name
     _session.name = name
     _session.model = random_llama(config, _DTYPE, scheme, "cuda", lambda layer: layer != "lm_head")
-    room = PROMPT + TOKENS
-    _session.cache = (
-        StaticCache(config=config, max_cache_len=room)
-        if cache == DENSE_ROW
-        else VQCache(config, cache, max_cache_len=room)
-    )
+    _session.cache = None
+    if cache != DENSE_ROW:
+        _session.cache = VQCache(config, cache, max_cache_len=PROMPT + TOKENS)
 
 
 @torch.no_grad()
@@ -164,18 +161,20 @@ def _compile() -> None:
 def _measure(rounds: int) -> dict[str, Any]:
     model, cache = _session.model, _session.cache
     row: dict[str, Any] = {
-        "name": _session.name, "cache": CACHE if isinstance(cache, VQCache) else DENSE_ROW,
+        "name": _session.name, "cache": DENSE_ROW if cache is None else CACHE,
         "gigabytes": bytes_read(model) / 1e9, "layer_gigabytes": bytes_read(model.model) / 1e9,
     }  # fmt: skip
-    row["captured_ms"] = median(_generate(model, cache) for _ in range(rounds))
-    capture(model, None)
-    row["generate_ms"] = median(_generate(model, cache) for _ in range(rounds))
+    for how, captured in (("captured_ms", True), ("generate_ms", None)):
+        capture(model, captured)
+        _generate(model, cache)
+        row[how] = median(_generate(model, cache) for _ in range(rounds))
     row["tokens_per_second"] = 1e3 / row["generate_ms"]
     capture(model, False)
+    _generate(model, cache)
     row["step_ms"], row["parts_ms"] = step_parts(partial(_generate, model, cache))
     row["alone_ms"] = linear_layers_ms(model)
     row["gb_per_second"] = row["gigabytes"] / row["step_ms"] * 1e3
-    if not isinstance(cache, VQCache):
+    if cache is None:
         row["eager_graph_ms"] = _eager_graph(model)
     del _session.model, _session.cache, model, cache
     forget_compiled()
@@ -212,20 +211,27 @@ def _prompt(model: LlamaForCausalLM) -> Tensor:
     return torch.randint(model.config.vocab_size, (1, PROMPT), device="cuda")
 
 
-def _generate(model: LlamaForCausalLM, cache: VQCache | StaticCache) -> float:
-    """Milliseconds a token of the user's clock, behind the first: nothing of ours runs between."""
-    first, all_ = (_seconds(model, cache, tokens) for tokens in (_FIRST, TOKENS))
+def _generate(model: LlamaForCausalLM, cache: VQCache | None) -> float:
+    """Milliseconds a token of the user's clock, with a cache or the static one of Transformers.
+
+    The first tokens are left out by a second, shorter call: nothing of ours runs between tokens.
+    """
+    all_, first = (_seconds(model, cache, tokens) for tokens in (TOKENS, _FIRST))
     return (all_ - first) / (TOKENS - _FIRST) * 1e3
 
 
-def _seconds(model: LlamaForCausalLM, cache: VQCache | StaticCache, tokens: int) -> float:
+def _seconds(model: LlamaForCausalLM, cache: VQCache | None, tokens: int) -> float:
+    """Seconds of a call of `generate`."""
     prompt = _prompt(model)
-    cache.reset()
+    options: dict[str, Any] = {"cache_implementation": "static"}
+    if cache is not None:
+        cache.reset()
+        options = {cache_argument(model): cache}
     torch.cuda.synchronize()
     begin = perf_counter()
     model.generate(
-        prompt, attention_mask=torch.ones_like(prompt), past_key_values=cache,
-        max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False,
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=tokens,
+        min_new_tokens=tokens, do_sample=False, **options,
     )  # fmt: skip
     torch.cuda.synchronize()
     return perf_counter() - begin
