@@ -101,13 +101,17 @@ def _steps(rows: _Rows) -> dict[tuple[str, int], dict[str, Any]]:
 
 
 def models(records: Sequence[dict[str, Any]]) -> str:
-    """Generated tokens of real models by one thread, from the records of all of them."""
+    """Generated tokens of real models by one thread, from the records of all of them.
+
+    Columns: milliseconds a token, behind so many in the cache; tokens per second of a prompt.
+    """
     head, columns = ["one thread"], []
     for record in records:
         rows = [row for row in record["results"]["rows"] if row["threads"] == 1]
         depths = list(dict.fromkeys(row["depth"] for row in rows))
-        head += [f"{record['settings']['model']}, ms a token after {depth:,}" for depth in depths]
-        head += ["prompt, tokens/s"]
+        settings = record["settings"]
+        head += [f"{settings['model']} {settings['isa']} {depth:,}" for depth in depths]
+        head += ["prompt"]
         found = {(row["name"], row["depth"]): row for row in rows}
         columns += [(found, depth, "ms") for depth in depths]
         columns += [(found, depths[0], "prompt_tokens_per_second")]

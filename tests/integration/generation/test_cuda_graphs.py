@@ -341,3 +341,42 @@ def test_encoder_decoders_of_codes_generate() -> None:
         T5ForConditionalGeneration(config), hf_vq.VQConfig("turboquant-4", activations=None)
     )
     assert model.generate(torch.arange(1, 9)[None], max_new_tokens=3).shape[1] <= 4
+
+
+class OnTheCpu(cuda_graphs._Captured):
+    """Compiles as on a GPU, without streams and graphs."""
+
+    def __init__(self, model: Any, device: torch.device, automatic: bool) -> None:
+        self.automatic, self.device, self.whole = automatic, device, True
+        self.compiled = torch.compile(model.__call__, backend="eager", fullgraph=True)
+        self.lock = threading.Lock()
+
+
+def test_experts_of_codes_run_as_always(
+    monkeypatch: pytest.MonkeyPatch, restored_patches: None
+) -> None:
+    """Which experts compute is read by the host, so the model is no single graph."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr(cuda_graphs, "_GPUS", ("cpu",))
+    monkeypatch.setattr(cuda_graphs, "_Captured", OnTheCpu)
+    monkeypatch.setattr(cuda_graphs, "_on_gpu", lambda x: isinstance(x, torch.Tensor))
+    model = hf_vq.quantize_model(
+        build("qwen3_moe", "sdpa"), hf_vq.VQConfig("turboquant-4", activations=None)
+    )
+    monkeypatch.setattr(type(model), "_valid_auto_compile_criteria", lambda *args: True)
+    monkeypatch.setattr(type(model), "get_compiled_call", lambda self, config: self.__call__)
+
+    ids = prompt(12, 2)
+
+    def run() -> torch.Tensor:
+        cache = VQCache(model.config, max_cache_len=64, window=4, static=True)
+        return ended(model, cache, None, ids)[0]
+
+    monkeypatch.setenv("HF_VQ_CAPTURE", "0")
+    wanted = run()
+    monkeypatch.delenv("HF_VQ_CAPTURE")
+    assert torch.equal(run(), wanted)
+    assert model.__dict__[cuda_graphs._ATTRIBUTE].whole is False
+    assert torch.equal(run(), wanted)
+    patches.undo()

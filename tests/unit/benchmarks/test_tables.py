@@ -55,7 +55,8 @@ def test_records_are_clean(path):
     isa = record["settings"].get("isa")  # that of another instruction set is named after it
     # A suite that is made for GPUs first has the record of a CPU beside it.
     # Runs of one subject, or on one device, lie beside those of all.
-    parts = {isa, "cpu", record["settings"].get("device"), record["settings"].get("model")}
+    model = record["settings"].get("model")
+    parts = {isa, "cpu", record["settings"].get("device"), model, f"{isa}-{model}"}
     parts |= {row.get("name") for row in record["results"].get("rows", ())}
     assert path.stem in {record["suite"]} | {f"{record['suite']}-{part}" for part in parts}
     assert record["format"] == 1 or (record["format"] == 2 and record["complete"])
