@@ -40,13 +40,14 @@ from .. import env, patches
 from ..cache.argument import CACHE
 from ..cache.static_layer import VQStaticLayer
 from ..errors import VQBackendError
-from .step.snapshot import has_hooks
+from .step.snapshot import has_hooks, package_of
 
 logger = logging.getLogger(__name__)
 _ATTRIBUTE = "_hf_vq_captured"  # of a model: a `_Captured`, or False where that is switched off
 _METHOD = "get_compiled_call"
 _KNOWN = ("torch", "transformers", "hf_vq", "peft")  # packages that leave nothing behind in a step
 _KEPT = 4  # graphs of a model
+_UNSETTLED = 8  # steps after which what runs has settled, or never does
 _GPUS = ("cuda",)  # types of devices
 
 Inputs = dict[str, Any]
@@ -106,13 +107,16 @@ def loop(model: Any, options: dict[str, Any], unchanging: bool) -> Iterator[None
         options: of the loop, by name.
         unchanging: no code of the user's runs between two tokens.
     """
+    config = options.get("generation_config")  # None: of a loop that is not Transformers'
     captured = model.__dict__.get(_ATTRIBUTE)  # a copy's is None
     if captured is None or (captured and captured.automatic):
+        unchanging = unchanging and config is not None
         captured = _capture_by_itself(model, options) if unchanging else None
     outer = _in_loop(), getattr(_thread, "is_late", False)
     # A step too many would draw once more from the generator of one who did not ask for it.
-    late = captured and not (captured.automatic and options["generation_config"].do_sample)
+    late = captured and not (captured.automatic and config and config.do_sample)
     _thread.captured, _thread.is_late = captured, bool(late)
+    own = vars(model).get(_METHOD)
     if captured:
         patches.override(model, _METHOD, partial(_get_compiled_call, model))
     try:
@@ -121,6 +125,8 @@ def loop(model: Any, options: dict[str, Any], unchanging: bool) -> Iterator[None
         _thread.captured, _thread.is_late = outer
         if captured:
             patches.restore(model, _METHOD)
+            if own is not None and getattr(own, "func", None) is not _get_compiled_call:
+                patches.override(model, _METHOD, own)
 
 
 def _get_compiled_call(model: PreTrainedModel, compile_config: Any) -> Step:
@@ -180,13 +186,15 @@ def _automatic(model: PreTrainedModel, options: Inputs) -> torch.device | None:
 
 
 def _is_changed(module: torch.nn.Module) -> bool:
-    """True if Python of the user's runs in a module: its class, a hook, a replaced `forward`."""
-    forward = vars(module).get("forward")
-    named = type(module), getattr(forward, "func", forward)
-    return has_hooks(module) or any(
-        str(getattr(each, "__module__", "")).partition(".")[0] not in _KNOWN
-        for each in named
-        if each is not None
+    """True if Python of the user's runs in a module: its class, a hook, a `forward` of another
+    package, or one that was compiled."""
+    forward = vars(module).get("forward", type(module).forward)
+    return (
+        has_hooks(module)
+        or type(module).__module__.partition(".")[0] not in _KNOWN
+        or package_of(forward) not in _KNOWN
+        or hasattr(forward, "_torchdynamo_orig_callable")
+        or module._compiled_call_impl is not None
     )
 
 
@@ -291,8 +299,10 @@ class _Captured:
         The latter is None if there is no telling.
         """
         _thread.ran = None
-        out = self.compiled(**inputs)
-        ran, _thread.ran = _thread.ran, None
+        try:
+            out = self.compiled(**inputs)
+        finally:
+            ran, _thread.ran = _thread.ran, None  # which keeps all weights
         if ran is None:  # the compiler is switched off
             return out, None
         code, flat = ran
@@ -326,8 +336,12 @@ class _Graph:
         recording = torch.cuda.graph(
             self.graph, captured.pool, captured.stream, capture_error_mode="thread_local"
         )
-        with _one_at_a_time, torch.cuda.device(captured.device), recording:
-            out = captured.compiled(**own, **{CACHE: cache})
+        before = torch.cuda.stream(torch.cuda.current_stream(captured.device))
+        try:  # where recording fails, it leaves its own stream as the current one
+            with _one_at_a_time, torch.cuda.device(captured.device), before, recording:
+                out = captured.compiled(**own, **{CACHE: cache})
+        finally:
+            _thread.ran = None
         self.kind = type(out)
         self.out = {name: x for name, x in out.items() if name != CACHE}
 
@@ -360,6 +374,7 @@ class _Decoding:
     def _begin(self, cache: Cache | None) -> None:
         self.cache, self.key, self.settled = cache, None, False
         self.graph: _Graph | None = None
+        self.checks, self.gave_up = 0, False
 
     def __call__(self, **inputs: Any) -> Any:
         """One step of the model."""
@@ -369,16 +384,14 @@ class _Decoding:
         if inputs[CACHE] is not self.cache:
             self._begin(inputs[CACHE])
         with captured.lock:
-            if self.settled and self.graph is None:
+            if self.settled and self.graph is None and not self.gave_up:
                 graph = captured.graphs.get(self.key)
                 if graph is None or not graph.takes(inputs):
                     graph = self._record(inputs)
-                if graph is None:
-                    return self.compiled(**inputs)
-                self.graph = captured.keep(self.key, graph)
+                self.graph = graph and captured.keep(self.key, graph)
             if self.graph is not None and self.graph.takes(inputs):
                 return self.graph.replay(inputs)
-        return self._checked(inputs)
+        return self.compiled(**inputs) if self.gave_up else self._checked(inputs)
 
     def _record(self, inputs: Inputs) -> _Graph | None:
         """A graph of the step, which does not run; None: it cannot be one, and nobody asked."""
@@ -388,10 +401,10 @@ class _Decoding:
             if not self.captured.automatic:
                 raise
             self._give_up("a step is no CUDA graph", error)
-            return None
+            return None  # another cache may fit
 
     def _give_up(self, why: str, error: BaseException) -> None:
-        """Let the model run as Transformers compiles it."""
+        """Let the model run as Transformers compiles it, with this cache."""
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         if self.captured.automatic:
             logger.info("generate checks every step of the model: %s (%s).", why, reason)
@@ -399,7 +412,8 @@ class _Decoding:
             warnings.warn(
                 f"hf_vq.capture: the model runs as always, {why} ({reason}).", stacklevel=4
             )
-        self.captured.whole = False
+        self.gave_up = True
+        self.captured.graphs.clear()
 
     def _checked(self, inputs: Inputs) -> Any:
         from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
@@ -410,10 +424,14 @@ class _Decoding:
             out, key = self.captured.checked(inputs)
         except failures as error:  # nothing ran yet
             self._give_up("it does not compile as a whole", error)
+            self.captured.whole = False
             return self.compiled(**inputs)
         # What ran twice will run again. A step may have compiled for what the one before changed.
         self.settled = key is not None and (key == self.key or key in self.captured.graphs)
         self.key = key
+        self.checks += 1
+        if self.captured.automatic and not self.settled and self.checks == _UNSETTLED:
+            self._give_up("its memory has no addresses that stay", VQBackendError("no graph"))
         return out
 
 

@@ -26,6 +26,7 @@ from ..cache import VQCache
 from ..cache.argument import CACHE
 from ..errors import VQCacheError
 from . import cuda_graphs, step
+from .step.snapshot import package_of
 
 BACKEND = "vq"
 _OPTIONS = [
@@ -115,7 +116,7 @@ def around_the_loop(sample: Any) -> Any:
     @functools.wraps(sample)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         known = inspect.signature(sample).bind(self, *args, **kwargs).arguments
-        unchanging = _runs_no_users_code(self, known)
+        unchanging = package_of(sample) == _OWN and _runs_no_users_code(self, known)
         with cuda_graphs.loop(self, known, unchanging), step.loop(self, unchanging):
             return sample(self, *args, **kwargs)
 
@@ -133,14 +134,15 @@ def _runs_no_users_code(model: Any, options: dict[str, Any]) -> bool:
         all(_is_of_transformers(type(each)) for each in called)
         and not any(type(each) in _CALLING for each in called)
         and not any(name in model.__dict__ for name in _BETWEEN)
-        and all(_is_of_transformers(getattr(type(model), name)) for name in _BETWEEN)
+        and all(package_of(getattr(type(model), name)) == _OWN for name in _BETWEEN)
     )
 
 
 def _is_of_transformers(defined: Any) -> bool:
-    return str(getattr(defined, "__module__", "")).startswith("transformers.")
+    return str(getattr(defined, "__module__", "")).startswith(f"{_OWN}.")
 
 
+_OWN = "transformers"
 _CALLING = (PrefixConstrainedLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
 _BETWEEN = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
 """What calls a function of the user's, and methods of a model that the loop calls."""

@@ -50,6 +50,14 @@ def has_hooks(module: nn.Module) -> bool:
     return any(map(_does_something, _hooks_of(module)))
 
 
+def package_of(function: Any) -> str:
+    """The package in which a function was written, whatever name `functools.wraps` gave it."""
+    function = getattr(function, "func", function)  # a partial
+    function = getattr(function, "__func__", function)  # a bound method
+    module = getattr(function, "__globals__", {}).get("__name__")
+    return str(module or getattr(function, "__module__", "")).partition(".")[0]
+
+
 def _hooks_of(module: nn.Module) -> list[Any]:
     return [hook for name in _HOOKS for hook in getattr(module, name).values()]
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 import threading
 import warnings
+from collections import OrderedDict
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ import transformers.generation.utils
 from transformers import (
     CompileConfig,
     LlamaForCausalLM,
+    PreTrainedModel,
     StaticCache,
     T5Config,
     T5ForConditionalGeneration,
@@ -210,6 +213,20 @@ def in_parts(model: Any, options: dict[str, Any]) -> None:
     model._can_compile_fullgraph = False
 
 
+def wrapped(model: Any, options: dict[str, Any]) -> None:
+    forward = model.model.layers[1].mlp.forward
+
+    @functools.wraps(forward)
+    def spy(x: torch.Tensor) -> Any:
+        return forward(x)
+
+    model.model.layers[1].mlp.forward = spy
+
+
+def compiled_as_a_module(model: Any, options: dict[str, Any]) -> None:
+    model.model.norm.compile(backend="eager")
+
+
 def compiled_by_the_user(model: Any, options: dict[str, Any]) -> None:
     model.get_compiled_call = no_hook
 
@@ -252,12 +269,19 @@ def test_what_generate_captures_by_itself(
 @pytest.mark.parametrize(
     "change",
     [hooked, configured, growing, of_floats, of_the_user, together, with_a_layer_of_the_user,
-     replaced, eager, in_parts, compiled_by_the_user],
+     replaced, wrapped, eager, in_parts, compiled_as_a_module, compiled_by_the_user],
 )  # fmt: skip
 def test_what_it_does_not(as_on_a_gpu: Any, change: Any) -> None:
     model, options = as_on_a_gpu
     change(model, options)
     assert cuda_graphs._automatic(model, options) is None
+
+
+def test_a_loop_of_another_library(as_on_a_gpu: Any) -> None:
+    """Its arguments may have no names."""
+    model, options = as_on_a_gpu
+    with cuda_graphs.loop(model, {"args": (), "kwargs": options}, True):
+        assert cuda_graphs._in_loop() is None
 
 
 def test_hooks_of_all_modules(as_on_a_gpu: Any) -> None:
@@ -312,6 +336,7 @@ class Failing(Captured):
 
     whole = True
     lock = threading.Lock()
+    graphs: ClassVar[dict[Any, Any]] = {}
 
     def checked(self, inputs: Any) -> Any:
         raise torch._dynamo.exc.UserError(torch._dynamo.exc.UserErrorType.ANTI_PATTERN, "why\nand")
@@ -343,40 +368,94 @@ def test_encoder_decoders_of_codes_generate() -> None:
     assert model.generate(torch.arange(1, 9)[None], max_new_tokens=3).shape[1] <= 4
 
 
+def remembered(graph: Any, inputs: Any) -> Any:
+    """A backend that says what ran, as that of `_Captured` does."""
+
+    def run(*flat: Any) -> Any:
+        cuda_graphs._thread.ran = run, flat
+        return graph.forward(*flat)
+
+    return run
+
+
 class OnTheCpu(cuda_graphs._Captured):
     """Compiles as on a GPU, without streams and graphs."""
 
     def __init__(self, model: Any, device: torch.device, automatic: bool) -> None:
         self.automatic, self.device, self.whole = automatic, device, True
-        self.compiled = torch.compile(model.__call__, backend="eager", fullgraph=True)
-        self.lock = threading.Lock()
+        self.compiled = torch.compile(model.__call__, backend=remembered, fullgraph=True)
+        self.lock, self.graphs = threading.Lock(), OrderedDict()
 
 
-def test_experts_of_codes_run_as_always(
-    monkeypatch: pytest.MonkeyPatch, restored_patches: None
-) -> None:
-    """Which experts compute is read by the host, so the model is no single graph."""
+@pytest.fixture
+def captures_on_the_cpu(monkeypatch: pytest.MonkeyPatch, restored_patches: None) -> Iterator[None]:
+    """Models on the CPU are compiled as captured ones are; nothing is recorded."""
     torch._dynamo.reset()
     monkeypatch.setattr(torch, "Event", Event)
     monkeypatch.setattr(cuda_graphs, "_GPUS", ("cpu",))
     monkeypatch.setattr(cuda_graphs, "_Captured", OnTheCpu)
     monkeypatch.setattr(cuda_graphs, "_on_gpu", lambda x: isinstance(x, torch.Tensor))
+    compiles = {
+        "_valid_auto_compile_criteria": lambda *args: True,
+        "get_compiled_call": lambda self, config: self.__call__,
+    }
+    for name, function in compiles.items():
+        monkeypatch.setattr(PreTrainedModel, name, function, raising=False)
+    yield
+    patches.undo()
+
+
+def generated(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    cache = VQCache(model.config, max_cache_len=64, window=4, static=True)
+    return ended(model, cache, None, ids)[0]
+
+
+@pytest.mark.usefixtures("captures_on_the_cpu")
+def test_experts_of_codes_run_as_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which experts compute is read by the host, so the model is no single graph."""
     model = hf_vq.quantize_model(
         build("qwen3_moe", "sdpa"), hf_vq.VQConfig("turboquant-4", activations=None)
     )
-    monkeypatch.setattr(type(model), "_valid_auto_compile_criteria", lambda *args: True)
-    monkeypatch.setattr(type(model), "get_compiled_call", lambda self, config: self.__call__)
-
     ids = prompt(12, 2)
-
-    def run() -> torch.Tensor:
-        cache = VQCache(model.config, max_cache_len=64, window=4, static=True)
-        return ended(model, cache, None, ids)[0]
-
     monkeypatch.setenv("HF_VQ_CAPTURE", "0")
-    wanted = run()
+    wanted = generated(model, ids)
     monkeypatch.delenv("HF_VQ_CAPTURE")
-    assert torch.equal(run(), wanted)
+    assert torch.equal(generated(model, ids), wanted)
     assert model.__dict__[cuda_graphs._ATTRIBUTE].whole is False
-    assert torch.equal(run(), wanted)
-    patches.undo()
+    assert torch.equal(generated(model, ids), wanted)
+
+
+@pytest.mark.usefixtures("captures_on_the_cpu")
+def test_a_step_that_cannot_be_recorded_runs_as_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With this cache; and nothing of it is kept."""
+    recordings = []
+
+    def failing(*args: Any) -> None:
+        recordings.append(args)
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(cuda_graphs, "_Graph", failing)
+    monkeypatch.setattr(cuda_graphs, "_identity", lambda x: getattr(x, "data_ptr", int)())
+    model, ids = build("gqa", "sdpa"), prompt(12, 2)
+    monkeypatch.setenv("HF_VQ_CAPTURE", "0")
+    wanted = generated(model, ids)
+    monkeypatch.delenv("HF_VQ_CAPTURE")
+    for count in (1, 2):
+        assert torch.equal(generated(model, ids), wanted) and len(recordings) == count
+    assert cuda_graphs._thread.ran is None
+    assert model.__dict__[cuda_graphs._ATTRIBUTE].whole
+
+
+@pytest.mark.usefixtures("captures_on_the_cpu")
+def test_memory_that_never_settles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of weights that wrap others: after a few steps Transformers' own code runs."""
+    monkeypatch.setattr(cuda_graphs, "_identity", lambda x: None)
+    model, checks, checked = build("gqa", "sdpa"), [0], OnTheCpu.checked
+
+    def counted(self: Any, inputs: Any) -> Any:
+        checks[0] += 1
+        return checked(self, inputs)
+
+    monkeypatch.setattr(OnTheCpu, "checked", counted)
+    generated(model, prompt(12, 2))
+    assert checks[0] == cuda_graphs._UNSETTLED
