@@ -45,14 +45,11 @@ def _floor(record: dict[str, Any]) -> str:
     """The part of memory that no quantizer of linear layers takes away."""
     settings, rows = record["settings"], record["results"]["rows"]
     dense = next(row for row in rows if row["name"] == DENSE)
-    small = min(rows, key=lambda row: row["weights_bytes"])
     weights, whole = dense["weights_bytes"], above(dense)
-    least = 1 - (weights - small["weights_bytes"]) / whole
     return (
         f"{settings['model']}: {settings['steps']} steps of {settings['sequence']} tokens, rank "
         f"{settings['rank']}. The linear weights are {weights / 1e6:.0f} MB of bf16's "
-        f"{whole / 1e6:.0f} MB: without any, {1 - weights / whole:.2f} would stay; with the "
-        f"{small['weights_bytes'] / 1e6:.0f} MB of `{small['name']}`, {least:.2f}."
+        f"{whole / 1e6:.0f} MB: without any, {1 - weights / whole:.2f} would stay."
     )
 
 
