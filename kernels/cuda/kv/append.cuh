@@ -56,7 +56,7 @@ template <typename S> struct Row {
   template <Dtype D, bool aligned, bool centred, class Smoothing, class Turn>
   __device__ void load(const char* row, const float* mean, const Smoothing& smoothing, const Turn& turn, bool exists) {
     using Turned = decltype(turn());
-    static_assert(!Turned::some || !S::few || uppers == 1, "few tokens call `turn` once");
+    static_assert(!Turned::some || !S::few || S::learned || uppers == 1, "few tokens call `turn` once");
     lane = threadIdx.x % lanes;
 #pragma unroll
     for (int upper = 0; upper < uppers; ++upper) {
