@@ -179,10 +179,10 @@ def _automatic(model: PreTrainedModel, options: Inputs) -> torch.device | None:
     ):
         return None
     devices = {parameter.device for parameter in model.parameters()}
-    device = devices.pop()
-    if devices or (device.type == "cuda" and _stream(device) != torch.cuda.default_stream(device)):
-        return None  # graphs share memory, which a stream keeps in order
-    return device
+    device, of = devices.pop(), torch.cuda
+    # Graphs share memory, which a stream keeps in order.
+    aside = device.type == "cuda" and of.current_stream(device) != of.default_stream(device)
+    return None if devices or aside else device
 
 
 def _is_changed(module: torch.nn.Module) -> bool:
@@ -196,10 +196,6 @@ def _is_changed(module: torch.nn.Module) -> bool:
         or hasattr(forward, "_torchdynamo_orig_callable")
         or module._compiled_call_impl is not None
     )
-
-
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.current_stream(device)
 
 
 def reading_late(before: Any) -> Any:
