@@ -179,10 +179,13 @@ def _automatic(model: PreTrainedModel, options: Inputs) -> torch.device | None:
     ):
         return None
     devices = {parameter.device for parameter in model.parameters()}
-    device, of = devices.pop(), torch.cuda
-    # Graphs share memory, which a stream keeps in order.
-    aside = device.type == "cuda" and of.current_stream(device) != of.default_stream(device)
-    return None if devices or aside else device
+    device = devices.pop()
+    if devices:
+        return None
+    if device.type == "cuda":  # graphs share memory, which a stream keeps in order
+        stream = torch.cuda.current_stream(device)
+        return device if stream == torch.cuda.default_stream(device) else None
+    return device
 
 
 def _is_changed(module: torch.nn.Module) -> bool:
@@ -399,15 +402,14 @@ class _Decoding:
             self._give_up("a step is no CUDA graph", error)
             return None  # another cache may fit
 
-    def _give_up(self, why: str, error: BaseException) -> None:
+    def _give_up(self, why: str, error: BaseException | None = None) -> None:
         """Let the model run as Transformers compiles it, with this cache."""
-        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        if error is not None:
+            why += f" ({type(error).__name__}: {str(error).strip().partition(chr(10))[0]})"
         if self.captured.automatic:
-            logger.info("generate checks every step of the model: %s (%s).", why, reason)
+            logger.info("generate checks every step of the model: %s.", why)
         else:
-            warnings.warn(
-                f"hf_vq.capture: the model runs as always, {why} ({reason}).", stacklevel=4
-            )
+            warnings.warn(f"hf_vq.capture: the model runs as always, {why}.", stacklevel=4)
         self.gave_up = True
         self.captured.graphs.clear()
 
@@ -427,7 +429,7 @@ class _Decoding:
         self.key = key
         self.checks += 1
         if self.captured.automatic and not self.settled and self.checks == _UNSETTLED:
-            self._give_up("its memory has no addresses that stay", VQBackendError("no graph"))
+            self._give_up("its memory has no addresses that stay")
         return out
 
 

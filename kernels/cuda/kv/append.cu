@@ -32,11 +32,6 @@ struct Arguments {
 
 constexpr int warps = Plan::threads / 32, page_tokens = Plan::page ? Plan::page : 1;
 
-__device__ inline const RotaryMean* rotary_or_null(const Arguments& a) {
-  if constexpr (Plan::rotary) return &rotary_of(a);
-  return nullptr;
-}
-
 // Addresses of the head of a block.
 struct Place {
   const char* x;
@@ -78,7 +73,7 @@ __device__ inline void universal(const Arguments& a, uint32_t* shared) {
   const Place place(a, blockIdx.x / a.parts);
   const int own = (together ? threadIdx.x % 32 : threadIdx.x) / Plan::lanes;  // row, of those of the block
   int base = blockIdx.x % a.parts * at_a_time;  // token of the block's first row
-  Turner<Plan::rotary, Plan::few, Plan::threads, Mine::dim, at_a_time> turner(rotary_or_null(a), 0, shared + Encoder<Plan>::words);
+  Turner<Plan::rotary, Plan::few, Plan::threads, Mine::dim, at_a_time> turner(rotary_or_null<Plan::rotary>(a), 0, shared + Encoder<Plan>::words);
   Mine row;
   const auto load = [&] {
     row.template load<Plan::dtype, Plan::aligned, Plan::centred>(
@@ -115,7 +110,7 @@ __device__ inline void learned(const Arguments& a, uint32_t* shared) {
   const int part = blockIdx.x % a.parts, block = blockIdx.x / a.parts % Mine::across;
   const int pair = blockIdx.x / (a.parts * Mine::across);
   const Mine groups(a.codebook, pair % a.heads, block, shared);
-  Turner<Plan::rotary, Plan::few, 32, Mine::unit * Mine::x, 1> turner(rotary_or_null(a), groups.first_channel(), shared);
+  Turner<Plan::rotary, Plan::few, 32, Mine::unit * Mine::x, 1> turner(rotary_or_null<Plan::rotary>(a), groups.first_channel(), shared);
   wait_for_grids();
   let_next_grid_begin();
   if (!groups.exists) return;

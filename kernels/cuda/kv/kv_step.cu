@@ -41,11 +41,6 @@ struct Arguments {
   int shares;                  // blocks that share the batch, of learned codebooks
 };
 
-template <typename S> __device__ inline const RotaryMean* rotary_or_null(const Arguments& a) {
-  if constexpr (S::rotary) return &rotary_of(a);
-  return nullptr;
-}
-
 template <typename S> struct Head {
   static constexpr int number = size_of<S::dtype>, row_bytes = S::dim * number;
   static_assert(S::dim <= Plan::threads, "a thread copies one number of a token");
@@ -166,7 +161,7 @@ __device__ inline void store_side(const Arguments& a, const Side& side, int numb
     const int block = number % Mine::across, share = number / Mine::across % a.shares;
     const int of_head = number / (Mine::across * a.shares);
     const Mine groups(side.codebook, of_head, block, shared);
-    Turner<S::rotary, true, 32, Mine::unit * S::vector_size, 1> turner(rotary_or_null<S>(a), groups.first_channel(), shared);
+    Turner<S::rotary, true, 32, Mine::unit * S::vector_size, 1> turner(rotary_or_null<S::rotary>(a), groups.first_channel(), shared);
     constexpr int numbers = Plan::threads / 32 * Mine::unit * S::vector_size;  // of a block
     wait_for_grids();
     let_next_grid_begin();
@@ -187,7 +182,7 @@ __device__ inline void store_side(const Arguments& a, const Side& side, int numb
     constexpr bool together = search.split > 1;  // all warps have the same rows
     constexpr int teams = 32 / S::lanes, at_a_time = teams * (together ? 1 : Plan::threads / 32);
     const int own = (together ? threadIdx.x % 32 : threadIdx.x) / S::lanes;  // row, of those of the block
-    Turner<S::rotary, true, Plan::threads, S::dim, at_a_time> turner(rotary_or_null<S>(a), 0, shared + Encoder<S>::words);
+    Turner<S::rotary, true, Plan::threads, S::dim, at_a_time> turner(rotary_or_null<S::rotary>(a), 0, shared + Encoder<S>::words);
     Row<S>::prefetch(head.mean(), head.smoothing(), head.turning());
     wait_for_grids();
     let_next_grid_begin();

@@ -31,6 +31,11 @@ template <class Arguments> __device__ inline const RotaryMean& rotary_of(const A
   return static_cast<const WithRotaryMean<Arguments, true>&>(a).rotary;
 }
 
+template <bool Some, class Arguments> __device__ inline const RotaryMean* rotary_or_null(const Arguments& a) {
+  if constexpr (Some) return &rotary_of(a);
+  return nullptr;
+}
+
 // The first, or the second, channel of a pair.
 __device__ inline int channel_of(const RotaryMean& mean, int pair, bool second) {
   return mean.interleaved ? 2 * pair + second : pair + (second ? mean.pairs : 0);
