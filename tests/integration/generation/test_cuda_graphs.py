@@ -25,6 +25,7 @@ from transformers import (
 
 import hf_vq
 from hf_vq import VQCache, patches
+from hf_vq.cache.argument import CACHE
 from hf_vq.errors import VQBackendError
 from hf_vq.hf import cuda_graphs
 from tests.fixtures.generation import build, prompt
@@ -186,11 +187,11 @@ def configured(model: Any, options: dict[str, Any]) -> None:
 
 
 def growing(model: Any, options: dict[str, Any]) -> None:
-    options["model_kwargs"]["past_key_values"] = VQCache(model.config)
+    options["model_kwargs"][CACHE] = VQCache(model.config)
 
 
 def of_floats(model: Any, options: dict[str, Any]) -> None:
-    options["model_kwargs"]["past_key_values"] = StaticCache(config=model.config, max_cache_len=64)
+    options["model_kwargs"][CACHE] = StaticCache(config=model.config, max_cache_len=64)
 
 
 def of_the_user(model: Any, options: dict[str, Any]) -> None:
@@ -247,7 +248,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, dict[str, Any]]:
     monkeypatch.setattr(type(model), "_valid_auto_compile_criteria", lambda *args: True)
     cache = VQCache(model.config, max_cache_len=64, static=True)
     config = copy.deepcopy(model.generation_config)
-    return model, {"generation_config": config, "model_kwargs": {"past_key_values": cache}}
+    return model, {"generation_config": config, "model_kwargs": {CACHE: cache}}
 
 
 def test_what_generate_captures_by_itself(
@@ -351,7 +352,7 @@ def test_a_model_that_does_not_compile_runs_as_always(
         decode = cuda_graphs._Decoding(captured, lambda **inputs: "as always")
         with caplog.at_level("INFO", "hf_vq"), warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
-            assert decode(past_key_values=None) == "as always" and not captured.whole
+            assert decode(**{CACHE: None}) == "as always" and not captured.whole
         assert ("UserError: why" in caplog.text) == automatic == (not warned)
         caplog.clear()
 
