@@ -17,7 +17,6 @@ TRITON = "backends.triton.supports:available"
 
 ENTRIES: tuple[Entry, ...] = (
     # y = W x + b, one or two passes of codes
-    Entry("cpu.nested_linear", "linear", "backends.cpu.residual:LINEAR", CPU, NATIVE),
     Entry("cpu.linear", "linear", "backends.cpu.linear:LINEAR", CPU, NATIVE),
     Entry("cuda.tile_linear", "linear", "backends.cuda.linear.tile_codebook:LINEAR", CUDA, NVRTC),
     Entry("cuda.int8_linear", "linear", "backends.cuda.linear.wgmma:INT8_LINEAR", CUDA, NVRTC),

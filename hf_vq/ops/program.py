@@ -12,7 +12,8 @@ Ops, and what they take beside operands of the result's shape:
     add subtract multiply divide maximum minimum                      two, or one and `number`
     mean                              over the last dimension, which the result has not
     look_up                           row number `operand` of `Dense`
-    dense codes                       the product of a `Dense` or a `Codes` with a row, plus a bias
+    dense codes                       the product of a `Dense` or a `StoredWeight` with a row, and a
+                                      bias
     attention                         query, key, value [1, heads, dim] of the token in a layer
     call                              what PyTorch itself computes: `Instruction.call`, or attention
                                       of query, key, value [1, heads, dim] over a window of floats
@@ -25,6 +26,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from ..formats.stored_weight import StoredWeight
 
 OPS = (
     "copy", "negate", "abs", "square", "cube", "sqrt", "rsqrt", "reciprocal", "silu", "relu", "add",
@@ -63,17 +66,6 @@ class Dense(NamedTuple):
     tensor: Tensor
     kind: str
     columns: int
-
-
-class Codes(NamedTuple):
-    """A matrix as codes: the tensors of a `Pass`, and its scheme."""
-
-    codes: Tensor
-    codebook: Tensor
-    scale: Tensor
-    rotation: Tensor | None
-    spec: str
-    in_features: int
 
 
 class Attention(NamedTuple):
@@ -149,7 +141,7 @@ class Instruction(NamedTuple):
     operands: tuple[Operand, ...]
     rounded: torch.dtype
     number: float = 0.0
-    detail: Dense | Codes | Attention | FloatAttention | None = None
+    detail: Dense | StoredWeight | Attention | FloatAttention | None = None
     call: Call | None = None
 
 

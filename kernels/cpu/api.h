@@ -8,7 +8,7 @@
 #pragma once
 #include <stdint.h>
 
-#define HF_VQ_ABI_VERSION 12
+#define HF_VQ_ABI_VERSION 13
 
 #if defined(_WIN32)
 #define HF_VQ_API extern "C" __declspec(dllexport)
@@ -50,7 +50,9 @@ enum hf_vq_scope { HF_VQ_SHARED = 0, HF_VQ_TILE = 1, HF_VQ_E8P = 2 };
 // A stored matrix W [out, in] as hf_vq/formats/tensors.py describes it; rows of codes are canonical.
 typedef struct hf_vq_matrix {
   const uint8_t* codes;      // [out, bytes of a row]; the streams of residual stages side by side
-  const uint16_t* codebook;  // fp16 [stages, 2^bits, x]; e8p [stages, 257, 8]; tile [.., .., 2^bits, x]
+  const uint8_t* second;     // of nested passes: [out, in * second_bits / 8], codes of the second one; else NULL
+  const uint16_t* codebook;  // fp16 [stages, 2^bits, x]; e8p [stages, 257, 8]; tile [.., .., 2^bits, x]; nested, of both
+                             // codes of a weight: [2^(bits + second_bits)] at first << second_bits | second
   const uint16_t* scale;     // fp16 [out, in / group]
   const uint8_t* signs;      // bit i: input i is negated before the rotation; NULL = none is
   const uint16_t* diagonal;  // fp16 [in]: what inputs are multiplied by instead of signs; NULL = by none
@@ -60,6 +62,7 @@ typedef struct hf_vq_matrix {
   int32_t tile_rows, tile_columns;
   int32_t group;             // weights of a row that share a scale
   int32_t block;             // size of the Hadamard blocks along the row; 1 = not rotated
+  int32_t second_bits;       // of a nested second pass of single weights, up to 8 with `bits`; 0 = there is none
 } hf_vq_matrix;
 
 // HF_VQ_OK if hf_vq_linear and hf_vq_decode compute with such a matrix; its pointers are not read.
@@ -67,15 +70,9 @@ HF_VQ_API int hf_vq_linear_supports(const hf_vq_matrix* w);
 
 // y[i] = W x[i] + bias for i < rows. x [rows, in] and y [rows, out] have one dtype (float32, float16 or
 // bfloat16) and dense rows; bias [out] has bias_dtype, or is NULL. Rotated inputs and entries are rounded
-// to 8 bits, or products of 8-vectors are (linear_luts.h), or both to 16 bits (linear_levels.h); sums are exact.
+// to 8 bits, or products of 8-vectors are (linear_luts.h), or both to 16 bits (linear_packed.h); sums are exact.
 HF_VQ_API int hf_vq_linear(const hf_vq_matrix* w, const void* x, int dtype, int64_t rows, const void* bias,
                            int bias_dtype, void* y);
-
-// The same of nested passes of 4 + 4 bits: w has the codes of the first one and the codebook of both, fp16 [256] at
-// first << 4 | second; codes_2 [out, in / 2] are those of the second. Entries are rounded to 16 bits.
-HF_VQ_API int hf_vq_nested_supports(const hf_vq_matrix* w);
-HF_VQ_API int hf_vq_nested_linear(const hf_vq_matrix* w, const uint8_t* codes_2, const void* x, int dtype, int64_t rows,
-                                  const void* bias, int bias_dtype, void* y);
 
 // Rows first..first + rows - 1 of the rotated W (what W is before the inverse rotation), dense, as
 // float32 or bfloat16 [rows, in]: for many inputs at once a matrix product is faster.

@@ -9,8 +9,6 @@ struct Kernels {
   const char* isa;
   int (*linear_supports)(const hf_vq_matrix*);
   int (*linear)(const hf_vq_matrix*, const void*, int, int64_t, const void*, int, void*);
-  int (*nested_supports)(const hf_vq_matrix*);
-  int (*nested_linear)(const hf_vq_matrix*, const uint8_t*, const void*, int, int64_t, const void*, int, void*);
   int (*decode)(const hf_vq_matrix*, int64_t, int64_t, void*, int);
   int (*rotate)(const hf_vq_matrix*, const void*, int, int64_t, void*, int);
   int (*rows_supported)(const hf_vq_rows*);

@@ -44,11 +44,9 @@ def input_gradient(grad: Tensor, weight: StoredWeight) -> Tensor:
     """dL/dx [..., in] of dL/dy `grad` [..., out]."""
     library = native.load()
     assert library is not None
-    (codes, codebook, scale, rotation), _, scheme, in_features = weight
-    codes, codebook, scale = codes.contiguous(), matrices.half(codebook), matrices.half(scale)
-    stored = matrices.matrix(
-        scheme, len(codes), in_features, codes.data_ptr(), codebook.data_ptr(), scale.data_ptr()
-    )
+    (_, _, _, rotation), _, scheme, in_features = weight
+    stored = matrices.described(weight)
+    stored.signs = stored.diagonal = None
     x = _multiply_transposed(library, stored, grad.reshape(-1, stored.out))
     if scheme.rotation != "none":  # a Hadamard transform is its own inverse
         # Signs keep what is rounded, other diagonals are multiplied with before it is.

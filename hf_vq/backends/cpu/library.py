@@ -13,7 +13,7 @@ from torch import Tensor
 from ... import env, paths
 from ...errors import VQBackendError
 
-ABI_VERSION = 12  # HF_VQ_ABI_VERSION of the api.h that this module was written for
+ABI_VERSION = 13  # HF_VQ_ABI_VERSION of the api.h that this module was written for
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.bool: 3}
 """torch dtype -> enum hf_vq_dtype."""
@@ -58,12 +58,6 @@ def _declare(library: ctypes.CDLL) -> None:
         ("free", None, [pointer, size]),
         ("linear_supports", number, [pointer]),
         ("linear", number, [pointer, pointer, number, size, pointer, number, pointer]),
-        ("nested_supports", number, [pointer]),
-        (
-            "nested_linear",
-            number,
-            [pointer, pointer, pointer, number, size, pointer, number, pointer],
-        ),
         ("decode", number, [pointer, size, size, pointer, number]),
         ("rotate", number, [pointer, pointer, number, size, pointer, number]),
         ("rows_supported", number, [pointer]),

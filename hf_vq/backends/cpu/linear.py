@@ -7,7 +7,6 @@ the weight are decoded, and PyTorch multiplies (`decoded`).
 from __future__ import annotations
 
 import ctypes
-import math
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -22,7 +21,7 @@ from ...formats.stored_weight import StoredWeight
 from ...ops.library import linear_problem
 from . import boxed_ops, decoded
 from . import library as native
-from .matrices import decodable, half, matrix, numbers_of, supports
+from .matrices import decodable, described, matrix, numbers_of, supports
 
 # Up to here the kernel multiplies with codes, by instruction set.
 FEW_TOKENS = {"zen4": 128, "avx512": 128}
@@ -30,7 +29,6 @@ _MOST_FEW_TOKENS = max(FEW_TOKENS.values())
 FEW_TOKENS_ELSEWHERE = 16  # without an instruction for sums of 8-bit products, or of floats
 FEW_TOKENS_WITH_TILES = 48  # bfloat16 on AMX: a decoded weight multiplies faster than codes
 
-_HALF = torch.float16
 _TABLES = {(8, 8), (8, 12)}  # vectors of eight whose entries are rounded to 8 bits
 
 
@@ -48,23 +46,10 @@ def linear(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> Tensor:
     """
     library = native.load()
     assert library is not None
-    (codes, codebook, scale, rotation), _, scheme, in_features = weight
-    turned_by = _HALF if scheme.is_scaled else torch.uint8
-    shape, out_features = x.shape, codes.shape[0]
+    stored = described(weight)
+    x, shape, scheme = x.contiguous(), x.shape, weight.scheme
+    in_features, out_features = stored.in_features, stored.out
     tokens = x.numel() // in_features
-    if not (
-        x.is_contiguous() and codes.is_contiguous()
-        and codebook.is_contiguous() and codebook.dtype is _HALF
-        and scale.is_contiguous() and scale.dtype is _HALF
-        and (rotation is None or (rotation.is_contiguous() and rotation.dtype is turned_by))
-    ):  # fmt: skip
-        x, codes = x.contiguous(), codes.contiguous()
-        codebook, scale = half(codebook), half(scale)
-        rotation = None if rotation is None else rotation.to(turned_by).contiguous()
-    stored = matrix(
-        scheme, out_features, in_features, codes.data_ptr(), codebook.data_ptr(),
-        scale.data_ptr(), None if rotation is None else rotation.data_ptr(),
-    )  # fmt: skip
     # Never a view: a model may add to it in place, which autograd forbids for views.
     y = x.new_empty((*shape[:-1], out_features))
     few = tokens <= FEW_TOKENS_ELSEWHERE or (
@@ -94,6 +79,7 @@ def bind(problem: dispatch.LinearProblem) -> dispatch.Bound | None:
     if (
         op is None
         or not few
+        or scheme.two_passes
         or not matrix(scheme, problem.out_features, problem.in_features).has_kernel
     ):
         return None
@@ -147,15 +133,12 @@ def _multiplies_tiles() -> bool:
 
 def decode(weight: StoredWeight) -> Tensor:
     """The stored rows, rotated back (`ops.reference.decode`): [..., length] float32."""
-    (codes, codebook, scale, rotation), _, scheme, length = weight
-    lead = codes.shape[:-1]
-    codes, codebook, scale = codes.contiguous(), half(codebook), half(scale)
-    stored = matrix(
-        scheme, max(math.prod(lead), 1), length,
-        codes.data_ptr(), codebook.data_ptr(), scale.data_ptr(),
-    )  # fmt: skip
-    rows = torch.empty((*lead, length), dtype=torch.float32)
-    count, pointer, float32 = math.prod(lead), ctypes.byref(stored), native.DTYPES[torch.float32]
+    (codes, _, _, rotation), _, scheme, length = weight
+    stored = described(weight)
+    stored.signs = stored.diagonal = None
+    count = stored.out
+    rows = torch.empty((*codes.shape[:-1], length), dtype=torch.float32)
+    stored.out, pointer, float32 = max(count, 1), ctypes.byref(stored), native.DTYPES[torch.float32]
     library = native.load()
     assert library is not None
     status = library.hf_vq_decode(pointer, 0, count, rows.data_ptr(), float32)
@@ -198,8 +181,8 @@ def is_slow(problem: dispatch.LinearProblem) -> bool:
 
 
 def _looks_up_slowly(scheme: VQScheme) -> bool:
-    """Levels of 16 bits (linear_levels.h) in parts of 16 entries."""
-    levels = scheme.vector_size == 1 and scheme.entry_bits in (6, 8)
+    """Levels of 16 bits (linear_packed.h) in parts of 16 entries."""
+    levels = scheme.vector_size == 1 and scheme.entry_bits + scheme.second_bits > 5
     return levels and native.isa() not in FEW_TOKENS
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from functools import lru_cache
 
 import torch
@@ -10,10 +11,12 @@ from torch import Tensor
 
 from ... import dispatch
 from ...formats.scheme import VQScheme
+from ...formats.stored_weight import StoredWeight
 from .. import refusals
 from . import library as native
 
 _SHARED, _TILE, _E8P = range(3)  # enum hf_vq_scope
+_HALF = torch.float16
 
 
 class Matrix(ctypes.Structure):
@@ -21,6 +24,7 @@ class Matrix(ctypes.Structure):
 
     _fields_ = [
         ("codes", ctypes.c_void_p),
+        ("second", ctypes.c_void_p),
         ("codebook", ctypes.c_void_p),
         ("scale", ctypes.c_void_p),
         ("signs", ctypes.c_void_p),
@@ -35,8 +39,10 @@ class Matrix(ctypes.Structure):
         ("tile_columns", ctypes.c_int32),
         ("group", ctypes.c_int32),
         ("block", ctypes.c_int32),
+        ("second_bits", ctypes.c_int32),
     ]
     has_kernel: bool  # whether hf_vq_linear multiplies with it; hf_vq_decode decodes any
+    kept: tuple[Tensor | None, ...]  # what lies at the addresses, of `described`
 
 
 def matrix(
@@ -47,13 +53,48 @@ def matrix(
     codebook: int | None = None,
     scale: int | None = None,
     rotation: int | None = None,
+    second: int | None = None,
 ) -> Matrix:
-    """The description of a matrix whose tensors lie at these addresses."""
+    """The description of a matrix whose tensors lie at these addresses; `second` are the codes of
+    a nested second pass, whose codebook is that of both."""
     numbers, has_kernel = _shape(scheme.key, out_features, in_features)
     turned = (None, rotation) if scheme.is_scaled else (rotation, None)
-    described = Matrix(codes, codebook, scale, *turned, out_features, in_features, *numbers)
+    described = Matrix(codes, second, codebook, scale, *turned, out_features, in_features, *numbers)
     described.has_kernel = has_kernel
     return described
+
+
+def described(weight: StoredWeight) -> Matrix:
+    """A weight as the library takes it. Rows may have several leading dimensions. Without its
+    second codes, a weight of nested passes is the first one."""
+    (codes, codebook, scale, rotation), residual, scheme, in_features = weight
+    second = None
+    if residual is not None:
+        second, codebook = residual.codes, residual.codebook
+    elif scheme.two_passes:
+        scheme = _first_pass(scheme.key)
+    turned_by = _HALF if scheme.is_scaled else torch.uint8
+    if not (
+        codes.is_contiguous() and codebook.is_contiguous() and codebook.dtype is _HALF
+        and scale.is_contiguous() and scale.dtype is _HALF
+        and (rotation is None or (rotation.is_contiguous() and rotation.dtype is turned_by))
+        and (second is None or second.is_contiguous())
+    ):  # fmt: skip
+        codes, codebook, scale = codes.contiguous(), half(codebook), half(scale)
+        rotation = None if rotation is None else rotation.to(turned_by).contiguous()
+        second = None if second is None else second.contiguous()
+    found = matrix(
+        scheme, math.prod(codes.shape[:-1]), in_features, codes.data_ptr(), codebook.data_ptr(),
+        scale.data_ptr(), None if rotation is None else rotation.data_ptr(),
+        None if second is None else second.data_ptr(),
+    )  # fmt: skip
+    found.kept = codes, codebook, scale, rotation, second
+    return found
+
+
+@lru_cache(maxsize=64)
+def _first_pass(spec: str) -> VQScheme:
+    return VQScheme.parse(spec).first_pass()
 
 
 @lru_cache(maxsize=1024)
@@ -61,10 +102,10 @@ def _shape(spec: str, out_features: int, in_features: int) -> tuple[tuple[int, .
     """What all matrices of a shape share: numbers of `hf_vq_matrix`, and whether a kernel
     multiplies with them. Nothing here is of a single tensor, so it does not outlive models."""
     numbers = numbers_of(VQScheme.parse(spec), in_features)
-    described = Matrix(None, None, None, None, None, out_features, in_features, *numbers)
+    shape = Matrix(*[None] * 6, out_features, in_features, *numbers)
     library = native.load()
     return numbers, bool(
-        library and library.hf_vq_linear_supports(ctypes.byref(described)) == native.OK
+        library and library.hf_vq_linear_supports(ctypes.byref(shape)) == native.OK
     )
 
 
@@ -73,7 +114,7 @@ def numbers_of(scheme: VQScheme, in_features: int) -> tuple[int, ...]:
     scope = _E8P if scheme.lattice else _TILE if scheme.codebook == "tile" else _SHARED
     return (
         scheme.vector_size, scheme.entry_bits, scheme.streams, scope, *scheme.tile,
-        scheme.group(in_features), scheme.block(in_features),
+        scheme.group(in_features), scheme.block(in_features), scheme.second_bits,
     )  # fmt: skip
 
 
@@ -85,8 +126,8 @@ def supports(problem: dispatch.LinearProblem | dispatch.InputGradientProblem) ->
 
 def decodable(scheme: VQScheme) -> str | None:
     """None if the library decodes rows of a scheme, else the reason why not."""
-    if scheme.stages != "independent":
-        return f"{scheme.stages} stages have a second pass"
+    if scheme.stages not in ("independent", "nested"):
+        return f"{scheme.stages} passes are two products"
     reason = refusals.mode(scheme) or refusals.qr(scheme) or refusals.zero(scheme)
     if reason is None and scheme.codebook == "channel_group":
         return "it has codebooks per channel group"
@@ -95,4 +136,4 @@ def decodable(scheme: VQScheme) -> str | None:
 
 def half(tensor: Tensor) -> Tensor:
     """The same numbers as the kernels read them: fp16, one after the other."""
-    return tensor.to(torch.float16).contiguous()
+    return tensor.to(_HALF).contiguous()

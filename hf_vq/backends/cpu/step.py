@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ...codegen.packed import FLOAT, INT32, INT64, POINTER, Packed
 from ...errors import VQBackendError
-from ...formats.scheme import VQScheme
+from ...formats.stored_weight import StoredWeight
 from ...ops.kv import KVCacheView
 from ...ops.program import (
     OPS,
@@ -22,7 +22,6 @@ from ...ops.program import (
     TOKEN,
     Attention,
     Call,
-    Codes,
     Dense,
     FloatAttention,
     Given,
@@ -34,7 +33,7 @@ from ...ops.program import (
 )
 from . import kv
 from . import library as native
-from .matrices import matrix
+from .matrices import described
 
 OPERAND = Packed([("data", POINTER), ("stride.0 stride.1 stride.2", INT64), ("dtype", INT32)])
 INSTRUCTION = Packed([
@@ -150,15 +149,11 @@ class CompiledStep:
             self._shape[detail.layer] = sizes, group, detail.scaling, detail.softcap
             return ctypes.addressof(self._layers[detail.layer])
         made: Any
-        if isinstance(detail, Codes):
-            codes, book, scale, rotation, spec, columns = detail
-            scheme = VQScheme.parse(spec)
-            made = matrix(
-                scheme, codes.shape[0], columns, codes.data_ptr(), book.data_ptr(),
-                scale.data_ptr(), None if rotation is None else rotation.data_ptr(),
-            )  # fmt: skip
+        if isinstance(detail, StoredWeight):
+            made = described(detail)
             if not made.has_kernel:
-                raise VQBackendError(f"{scheme.notation()} has no kernel that multiplies with it")
+                name = detail.scheme.notation()
+                raise VQBackendError(f"{name} has no kernel that multiplies with it")
         else:
             assert isinstance(detail, Dense)
             made = ctypes.create_string_buffer(_dense(detail), DENSE.size)

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from ...formats.scheme import VQScheme
+from ...formats.stored_weight import StoredWeight
 from ...ops.kv import NUM_ARGUMENTS, unflatten
-from ...ops.program import Codes, Dense
+from ...ops.program import Dense
 from .trace import Recorder, Refused, check_mask
 
 Recipe = Callable[[Recorder, tuple[Any, ...], dict[str, Any], Any], None]
@@ -99,25 +100,25 @@ def _embedding(to: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], out:
 
 
 def _codes(to: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-    x, codes, codebook, scale, rotation, *second, bias, spec = args
-    if any(each is not None for each in second):
-        raise Refused(f"two passes of codes ({spec}) have no instruction")
+    x, *tensors, bias, spec = args
     scheme = VQScheme.parse(spec)
+    if scheme.stages not in ("independent", "nested"):
+        raise Refused(f"two products with codes ({spec}) have no instruction")
+    weight = StoredWeight.of_flat(tensors, scheme, x.shape[-1])
     rotation_dtype = torch.float16 if scheme.is_scaled else torch.uint8
-    plain = (
-        codes.ndim == 2 and codes.is_contiguous() and codebook.is_contiguous()
-        and codebook.dtype is torch.float16 and scale.is_contiguous()
-        and scale.dtype is torch.float16
-        and (rotation is None or (rotation.is_contiguous() and rotation.dtype is rotation_dtype))
+    dtypes = {"codes": torch.uint8, "rotation": rotation_dtype}
+    plain = weight.first.codes.ndim == 2 and all(
+        each is None or (each.is_contiguous() and each.dtype is dtypes.get(name, torch.float16))
+        for part in (weight.first, weight.residual) if part is not None
+        for name, each in part._asdict().items()
     )  # fmt: skip
     if not plain or x.numel() != x.shape[-1]:
         raise Refused("codes that are not stored as their scheme says")
     row = out.view(-1)
     if not to.is_live(out):
         to.live(out)
-    signs = None if rotation is None else to.constant(rotation)
-    stored = to.constant(codes), to.constant(codebook), to.constant(scale), signs
-    detail = Codes(*stored, spec, x.shape[-1])
+    kept = [None if each is None else to.constant(each) for each in weight.tensors]
+    detail = StoredWeight.of_flat(kept, scheme, x.shape[-1])
     operands = (x.view(-1),) if bias is None else (x.view(-1), bias)
     to.emit("codes", row, operands, detail=detail)
 

@@ -147,6 +147,7 @@ def _attributes(owner: nn.Module | PreTrainedConfig) -> Iterator[tuple[str, Any]
     """Attributes that a forward may read of a module or a config, next to tensors and modules."""
     if type(owner).__module__.startswith(_OURS):  # all else in it is as it was made
         yield "training", owner.training
+        yield "second", vars(owner).get("second")  # a second pass is placed later
         return
     for name, value in vars(owner).items():
         if name.startswith("_") and isinstance(owner, nn.Module):

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ops.program import Call, Codes, Dense, FloatAttention, Given, Instruction, Operand, Program
+from ...formats.stored_weight import StoredWeight
+from ...ops.program import Call, Dense, FloatAttention, Given, Instruction, Operand, Program
 from .trace import Refused, Step
 
 _SAMPLED = {"mean", "silu"}  # compared on more numbers than those of a trace
@@ -55,11 +56,11 @@ def _same_operand(a: Operand, b: Operand) -> bool:
 def _same_detail(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
-    if isinstance(a, (Dense, Codes)):
-        return all(
-            _same_tensor(x, y) if isinstance(x, Tensor) else x == y
-            for x, y in zip(a, b, strict=True)
-        )
+    if isinstance(a, StoredWeight):
+        tensors = zip(a.tensors, b.tensors, strict=True)
+        return a[2:] == b[2:] and all(_same_tensor(x, y) for x, y in tensors)
+    if isinstance(a, Dense):
+        return a[1:] == b[1:] and _same_tensor(a.tensor, b.tensor)
     if isinstance(a, FloatAttention):  # forms are those of two lengths
         return a._replace(early=b.early, full=b.full) == b
     return bool(a == b)
@@ -173,4 +174,4 @@ def _samples(dtype: torch.dtype, row: int) -> Tensor:
 
 def _where(one: Instruction) -> str:
     detail = one.detail
-    return f" ({detail.spec})" if isinstance(detail, Codes) else ""
+    return f" ({detail.scheme.spec()})" if isinstance(detail, StoredWeight) else ""

@@ -144,13 +144,6 @@ int hf_vq_linear(const hf_vq_matrix* w, const void* x, int dtype, int64_t rows, 
   return hf_vq::kernels().linear(w, x, dtype, rows, bias, bias_dtype, y);
 }
 
-int hf_vq_nested_supports(const hf_vq_matrix* w) { return hf_vq::kernels().nested_supports(w); }
-
-int hf_vq_nested_linear(const hf_vq_matrix* w, const uint8_t* codes_2, const void* x, int dtype, int64_t rows,
-                        const void* bias, int bias_dtype, void* y) {
-  return hf_vq::kernels().nested_linear(w, codes_2, x, dtype, rows, bias, bias_dtype, y);
-}
-
 int hf_vq_decode(const hf_vq_matrix* w, int64_t first, int64_t rows, void* dense, int dtype) {
   return hf_vq::kernels().decode(w, first, rows, dense, dtype);
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // hf_vq_linear as a boxed kernel of torch's dispatcher: no Python runs between the call and the matrix product.
 // The stack holds x, codes, codebook, scale, rotation (signs uint8 or a diagonal fp16), bias (no elements = none) and a
-// tensor int32 [8], the last fields of hf_vq_matrix.
+// tensor int32 [9], the last fields of hf_vq_matrix. Nested passes are refused.
 #include "torch_shim.h"
 
 namespace hf_vq {
@@ -11,14 +11,15 @@ hf_vq_torch torch{};
 namespace {
 
 constexpr int kTensors = 7;
-constexpr int64_t kNumbers = 8;
+constexpr int64_t kNumbers = 9;
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // True if the tensors have the sizes of the matrix.
 bool sizes_match(const hf_vq_matrix& w, const Dense& codes, const Dense& codebook, const Dense& scale,
                  const Dense& rotation, const Dense& bias) {
-  if (w.x < 1 || w.bits < 1 || w.stages < 1 || w.group < 1 || w.in < 1 || w.in % w.x != 0 || w.in % w.group != 0)
+  if (w.x < 1 || w.bits < 1 || w.stages < 1 || w.group < 1 || w.in < 1 || w.in % w.x != 0 || w.in % w.group != 0 ||
+      w.second_bits != 0)
     return false;
   int64_t halves = (int64_t(w.stages) << w.bits) * w.x;
   if (w.scope == HF_VQ_E8P) halves = int64_t(w.stages) * 257 * 8;
@@ -51,12 +52,13 @@ void* linear(const uint64_t* stack) {
   const int32_t* number = static_cast<const int32_t*>(matrix.data);
   const bool turned = rotation.numel > 0, scaled = turned && rotation.dtype == half;
   const hf_vq_matrix w{static_cast<const uint8_t*>(codes.data),
+                       nullptr,
                        static_cast<const uint16_t*>(codebook.data),
                        static_cast<const uint16_t*>(scale.data),
                        turned && !scaled ? static_cast<const uint8_t*>(rotation.data) : nullptr,
                        scaled ? static_cast<const uint16_t*>(rotation.data) : nullptr,
                        codes.sizes[0], x.sizes[last],
-                       number[0], number[1], number[2], number[3], number[4], number[5], number[6], number[7]};
+                       number[0], number[1], number[2], number[3], number[4], number[5], number[6], number[7], number[8]};
   if (!sizes_match(w, codes, codebook, scale, rotation, bias)) return nullptr;
   const void* added = bias.numel > 0 ? bias.data : nullptr;
 

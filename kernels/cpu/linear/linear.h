@@ -2,7 +2,7 @@
 // Linear layers on codes:  y[m, o] = sum_g scale[o, g] * xscale[m, g] * unit * sum_j level[o, j] number[m, j]
 //
 // A thread owns adjacent rows of W, whose canonical codes are contiguous bytes. A step decodes 16 to 64 codes in
-// registers (linear_codes.h, linear_levels.h, linear_e8p.h, linear_words.h) and multiplies the entries by up to four
+// registers (linear_codes.h, linear_packed.h, linear_e8p.h, linear_words.h) and multiplies the entries by up to four
 // inputs. The sums of a step are exact in 32 bits; they are scaled and added as floats, one lane for 4 codes.
 //
 // A row may take several passes: one per residual codebook, one per half of an 8-vector, one per tile. Each pass
@@ -16,8 +16,8 @@
 #include "linear_decode.h"
 #include "linear_e8p.h"
 #include "linear_entries.h"
-#include "linear_levels.h"
 #include "linear_luts.h"
+#include "linear_packed.h"
 #include "linear_words.h"
 #include "../host/threads.h"
 
@@ -42,6 +42,8 @@ struct LinearCall {
   Cut cut;
   Activations x;
   int64_t inputs, row_bytes, stream_bytes, passes, groups;
+  int64_t second_bytes;            // of a row of nested codes
+  int64_t step_bytes, tail_bytes;  // of one step: of the first stream, of all
   int64_t whole;   // steps that end within a stream
   int shift;       // a span is 2^shift steps,
   int spans;       // or a step has so many spans; 0 otherwise
@@ -53,6 +55,22 @@ struct LinearCall {
   int dtype;
   int status;
 };
+
+// The codes of one stage of a row.
+inline Place row_of(const LinearCall& call, int64_t row, int64_t stage) {
+  return {call.w->codes + row * call.row_bytes + stage * call.stream_bytes, call.w->second + row * call.second_bytes};
+}
+
+// A partial last step that was copied.
+inline Place tail_of(const LinearCall& call, const uint8_t* tails, int64_t stream) {
+  const uint8_t* tail = tails + stream * call.tail_bytes;
+  return {tail, tail + call.step_bytes};
+}
+
+template <class Codes, int Level> inline void prefetch(Place p, int64_t ahead) {
+  __builtin_prefetch(p.codes + ahead, 0, Level);
+  if (Codes::kSecond) __builtin_prefetch(p.second + ahead, 0, Level);
+}
 
 template <class Codes> inline Pass pass_of(const LinearCall& call, int64_t number) {
   const hf_vq_matrix& w = *call.w;
@@ -88,7 +106,7 @@ struct PassInputs {
 
 // sums[m] += factor * (entries of step v, whose codes lie at p) * numbers of input m. x is at step v.
 template <class Codes, int M, bool OneSpan>
-inline void add_step(const Codes& codes, const uint8_t* p, const PassInputs& x, int64_t v, Floats (&sums)[M]) {
+inline void add_step(const Codes& codes, Place p, const PassInputs& x, int64_t v, Floats (&sums)[M]) {
   Ints exact[M];
   for (int m = 0; m < M; ++m) exact[m] = kLevelBias ? load_ints(x.start + m * x.start_stride) : zero_ints();
   codes.template dots<M>(p, x.numbers, x.numbers_stride, exact);
@@ -108,17 +126,17 @@ template <class Codes, bool OneSpan> inline PassInputs at_step(PassInputs x, int
 
 // sums[m] of a pass over one row, whose codes lie at `stream`; steps from `whole` on lie at `tail`.
 template <class Codes, int M, bool OneSpan>
-inline void add_row(const Codes& codes, const uint8_t* stream, const uint8_t* tail, int64_t whole, const Pass& pass,
-                    PassInputs x, int64_t ahead, Floats (&sums)[M]) {
+inline void add_row(const Codes& codes, Place stream, Place tail, int64_t whole, const Pass& pass, PassInputs x,
+                    int64_t ahead, Floats (&sums)[M]) {
   const int64_t last = pass.first + pass.steps;
   int64_t v = pass.first, end = last < whole ? last : whole;
-  const uint8_t* p = stream + v * Codes::kStepBytes;
+  Place p = codes.after(stream, v);
   x = at_step<Codes, OneSpan>(x, v);
   for (int part = 0; part < 2; ++part) {
     for (; v < end; ++v) {
-      __builtin_prefetch(p + ahead, 0, 1);
+      prefetch<Codes, 1>(p, ahead);
       add_step<Codes, M, OneSpan>(codes, p, x, v, sums);
-      p += Codes::kStepBytes;
+      p = codes.after(p, 1);
       x = at_step<Codes, OneSpan>(x, 1);
     }
     p = tail;
@@ -130,13 +148,17 @@ inline void add_row(const Codes& codes, const uint8_t* stream, const uint8_t* ta
 // too. The copy precedes the passes, which keep their tables in registers.
 template <class Codes>
 inline void copy_tails(const LinearCall& call, int64_t first, int rows, uint8_t* tails) {
-  const int64_t done = call.whole * Codes::kStepBytes;
-  if (done == call.stream_bytes) return;
+  const int64_t done = call.whole * call.step_bytes;
+  if (call.whole == call.cut.steps) return;
   const int64_t streams = rows * call.w->stages;
-  memset(tails, 0, size_t(streams * Codes::kStepBytes));
+  memset(tails, 0, size_t(streams * call.tail_bytes));
   for (int64_t i = 0; i < streams; ++i)
-    memcpy(tails + i * Codes::kStepBytes, call.w->codes + first * call.row_bytes + i * call.stream_bytes + done,
-           size_t(call.stream_bytes - done));
+    memcpy(tails + i * call.tail_bytes, row_of(call, first, i).codes + done, size_t(call.stream_bytes - done));
+  if (!Codes::kSecond) return;
+  const int64_t second_done = call.whole * (call.tail_bytes - call.step_bytes);
+  for (int64_t i = 0; i < rows; ++i)
+    memcpy(tails + i * call.tail_bytes + call.step_bytes, row_of(call, first + i, 0).second + second_done,
+           size_t(call.second_bytes - second_done));
 }
 
 // factors[r, m, g] = scale of row first + r * scale of input m, for a matrix with several scales per row.
@@ -181,31 +203,30 @@ inline void compute_block(const LinearCall& call, const BlockWork& work, int64_t
   Floats total[Codes::kBlock][M];
   for (int r = 0; r < Codes::kBlock; ++r)
     for (int m = 0; m < M; ++m) total[r][m] = splat(0.0f);
-  const uint8_t *block = w.codes + first * call.row_bytes, *next_block = block + rows * call.row_bytes;
   const int64_t row_factors = grouped ? M * cut.scales : 0;
   for (int64_t number = 0; number < call.passes; ++number) {
     const Pass pass = pass_of<Codes>(call, number);
-    const Codes codes(work.tables + number * Codes::kTableBytes);
+    const Codes codes(work.tables + number * Codes::kTableBytes, w);
     const Floats unit = splat(work.units[number / Codes::kSets]);
     x.numbers = call.x.numbers + input * x.numbers_stride + pass.set * cut.steps * Codes::kPlanes * kBytes;
     x.start = call.x.start + input * x.start_stride + (kLevelBias ? pass.set * cut.steps * kFloats : 0);
     x.factors = grouped ? work.factors : call.x.scale + input * cut.scales;
-    const uint8_t* stream = block + pass.stage * call.stream_bytes;
-    const uint8_t* tail = work.tails + pass.stage * Codes::kStepBytes;
-    const int64_t next_tail = w.stages * Codes::kStepBytes;
+    const auto tail = [&](int r) { return tail_of(call, work.tails, r * w.stages + pass.stage); };
     if (Codes::kStepsFirst && call.passes > 1) {
+      const Place next_block = row_of(call, first + rows, 0);
       for (int64_t v = pass.first; v < pass.first + pass.steps; ++v) {
-        const uint8_t* p = v < call.whole ? stream + v * Codes::kStepBytes : tail;
-        const int64_t next = v < call.whole ? call.row_bytes : next_tail;
-        const uint8_t* ahead = next_block + (pass.stage * cut.steps + v) * rows * Codes::kStepBytes;
+        const bool whole = v < call.whole;
+        Place p = whole ? codes.after(row_of(call, first, pass.stage), v) : tail(0);
+        const int64_t next = whole ? call.row_bytes : w.stages * call.tail_bytes;
+        const Place ahead = codes.after(next_block, (pass.stage * cut.steps + v) * rows);
         PassInputs at = at_step<Codes, OneSpan>(x, v);
         for (int r = 0; r < rows; ++r) {
-          __builtin_prefetch(ahead + r * Codes::kStepBytes, 0, 1);
+          prefetch<Codes, 1>(codes.after(ahead, r), 0);
           Floats sums[M];
           for (int m = 0; m < M; ++m) sums[m] = splat(0.0f);
           add_step<Codes, M, OneSpan>(codes, p, at, v, sums);
           for (int m = 0; m < M; ++m) total[r][m] = fma(sums[m], unit, total[r][m]);
-          p += next;
+          p.codes += next;
           at.factors += row_factors;
         }
       }
@@ -214,10 +235,9 @@ inline void compute_block(const LinearCall& call, const BlockWork& work, int64_t
       for (int r = 0; r < rows; ++r) {
         Floats sums[M];
         for (int m = 0; m < M; ++m) sums[m] = splat(0.0f);
-        add_row<Codes, M, OneSpan>(codes, stream, tail, call.whole, pass, x, ahead, sums);
+        const Place row = row_of(call, first + r, pass.stage);
+        add_row<Codes, M, OneSpan>(codes, row, tail(r), call.whole, pass, x, ahead, sums);
         for (int m = 0; m < M; ++m) total[r][m] = fma(sums[m], unit, total[r][m]);
-        stream += call.row_bytes;
-        tail += next_tail;
         x.factors += row_factors;
       }
     }
@@ -241,7 +261,7 @@ inline void compute_streams(const LinearCall& call, const BlockWork& work, int64
   const hf_vq_matrix& w = *call.w;
   const Cut& cut = call.cut;
   const bool grouped = w.group < w.in;
-  const Codes codes(work.tables);
+  const Codes codes(work.tables, w);
   PassInputs from{};
   from.numbers = call.x.numbers;
   from.start = call.x.start;
@@ -250,14 +270,14 @@ inline void compute_streams(const LinearCall& call, const BlockWork& work, int64
   from.spans = call.spans;
   from.spread = spread(OneSpan ? 1 : call.spans);
   for (int64_t row = first; row < first + count; ++row) {
-    const uint8_t* stream[kStreams];
+    Place stream[kStreams];
     const float* factors[kStreams];
     Floats sums[kStreams];
     for (int k = 0; k < kStreams; ++k) {
       float* own = work.factors + k * cut.scales;
       if (grouped) make_factors(call, row + k * count, 1, 0, 1, own);
-      copy_tails<Codes>(call, row + k * count, 1, work.tails + k * Codes::kStepBytes);
-      stream[k] = w.codes + (row + k * count) * call.row_bytes;
+      copy_tails<Codes>(call, row + k * count, 1, work.tails + k * call.tail_bytes);
+      stream[k] = row_of(call, row + k * count, 0);
       factors[k] = grouped ? own : from.factors;
       sums[k] = splat(0.0f);
     }
@@ -266,17 +286,17 @@ inline void compute_streams(const LinearCall& call, const BlockWork& work, int64
     for (int part = 0; part < 2; ++part) {
       for (; v < end; ++v) {
         for (int k = 0; k < kStreams; ++k) {
-          __builtin_prefetch(stream[k] + kStreamAhead, 0, 2);
+          prefetch<Codes, 2>(stream[k], kStreamAhead);
           x.factors = factors[k];
           Floats sum[1] = {sums[k]};
           add_step<Codes, 1, OneSpan>(codes, stream[k], x, v, sum);
           sums[k] = sum[0];
-          stream[k] += Codes::kStepBytes;
+          stream[k] = codes.after(stream[k], 1);
           if (!OneSpan) factors[k] += x.spans;
         }
         x = at_step<Codes, OneSpan>(x, 1);
       }
-      for (int k = 0; k < kStreams; ++k) stream[k] = work.tails + k * Codes::kStepBytes;
+      for (int k = 0; k < kStreams; ++k) stream[k] = tail_of(call, work.tails, k);
       end = cut.steps;
     }
     for (int k = 0; k < kStreams; ++k) {
@@ -313,7 +333,7 @@ template <class Codes> inline void run_rows(int64_t first, int64_t last, void* c
   const bool tiles = w.scope == HF_VQ_TILE;
   const int64_t books = call.passes / Codes::kSets;
   const Scratch<float> factors{size_t(Codes::kBlock * kInputs * call.cut.scales)};
-  const Scratch<uint8_t> tails{size_t(Codes::kBlock * w.stages * Codes::kStepBytes)};
+  const Scratch<uint8_t> tails{size_t(Codes::kBlock * w.stages * call.tail_bytes)};
   const Scratch<uint8_t> tables{size_t(tiles ? call.passes * Codes::kTableBytes : 0)};
   const Scratch<float> units{size_t(tiles ? books : 0)};
   if (!factors || !tails || !tables || !units) {
@@ -327,7 +347,7 @@ template <class Codes> inline void run_rows(int64_t first, int64_t last, void* c
   while (first < last) {  // one row of tiles per iteration
     const int64_t row = first / w.tile_rows, next = (row + 1) * w.tile_rows;
     for (int64_t book = 0; book < books; ++book)
-      units[size_t(book)] = Codes::make_tables(w.codebook + (row * books + book) * Codes::kBookHalves,
+      units[size_t(book)] = Codes::make_tables(w, w.codebook + (row * books + book) * Codes::book_halves(w),
                                                tables.get() + book * Codes::kTableBytes * Codes::kSets);
     compute(call, {tables.get(), units.get(), factors.get(), tails.get()}, first, next < last ? next : last);
     first = next;
@@ -378,7 +398,12 @@ inline int compute(const hf_vq_matrix& w, const void* x, int dtype, int64_t rows
   call.groups = w.in / w.group;
   call.stream_bytes = divide_up(w.in / w.x * w.bits, 8);
   call.row_bytes = call.stream_bytes * w.stages;
-  call.whole = call.stream_bytes / Codes::kStepBytes;
+  call.second_bytes = divide_up(w.in * w.second_bits, 8);
+  call.step_bytes = Codes::step_bytes(w);
+  const int64_t second_step = Codes::kStepColumns * w.second_bits / 8;
+  call.tail_bytes = call.step_bytes + second_step;
+  call.whole = call.stream_bytes / call.step_bytes;
+  if (Codes::kSecond && call.second_bytes / second_step < call.whole) call.whole = call.second_bytes / second_step;
   const bool tiles = w.scope == HF_VQ_TILE;
   const int64_t books = tiles ? divide_up(w.in, w.tile_columns) : w.stages;
   call.passes = books * Codes::kSets;
@@ -407,7 +432,7 @@ inline int compute(const hf_vq_matrix& w, const void* x, int dtype, int64_t rows
   call.tables = tables.get();
   call.units = units.get();
   for (int64_t stage = 0; stage < books && !tiles; ++stage)
-    units[size_t(stage)] = Codes::make_tables(w.codebook + stage * Codes::kBookHalves,
+    units[size_t(stage)] = Codes::make_tables(w, w.codebook + stage * Codes::book_halves(w),
                                               tables.get() + stage * Codes::kTableBytes * Codes::kSets);
 
   PrepareCall prepare{&call, x};
@@ -420,11 +445,23 @@ inline int compute(const hf_vq_matrix& w, const void* x, int dtype, int64_t rows
 // Call visit.operator()<Codes>() with the codes of the matrix; HF_VQ_UNSUPPORTED if there are none.
 template <class Visit> inline int with_codes(const hf_vq_matrix& w, const Visit& visit) {
   if (!stored_as_said(w) || !fits(w)) return HF_VQ_UNSUPPORTED;
-  const int shape = w.x * 100 + w.bits;
+  const int shape = w.x * 100 + w.bits, both = w.bits + w.second_bits;
+  if (w.second_bits != 0) {
+    if (both <= 4) return visit.template operator()<PackedCodes<16, NestedBits>>();
+    if (both == 5) return visit.template operator()<PackedCodes<32, NestedBits>>();
+    if (both == 6) return visit.template operator()<PackedCodes<64, NestedBits>>();
+    if (both == 7) return visit.template operator()<PackedCodes<128, NestedBits>>();
+    if (w.bits == 4) return visit.template operator()<PackedCodes<256, NestedNibbles>>();
+    return visit.template operator()<PackedCodes<256, NestedBits>>();
+  }
   if (w.scope == HF_VQ_E8P) return visit.template operator()<E8PCodes>();
   if (shape == 104) return visit.template operator()<TableCodes<16, 1, 4>>();
-  if (shape == 106) return visit.template operator()<LevelCodes<6>>();
-  if (shape == 108) return visit.template operator()<LevelCodes<8>>();
+  if (shape == 108) return visit.template operator()<PackedCodes<256, WholeBytes>>();
+  if (w.x == 1 && w.bits < 4) return visit.template operator()<PackedCodes<16, PackedBits>>();
+  if (shape == 105) return visit.template operator()<PackedCodes<32, PackedBits>>();
+  if (shape == 106) return visit.template operator()<PackedCodes<64, PackedBits>>();
+  if (shape == 107) return visit.template operator()<PackedCodes<128, PackedBits>>();
+  if (shape == 204) return visit.template operator()<TableCodes<16, 2, 4>>();
   if (shape == 206) return visit.template operator()<TableCodes<64, 2, 6>>();
   if (shape == 812) return visit.template operator()<WordCodes<8, 12>>();
   if constexpr (kWideLookup) {

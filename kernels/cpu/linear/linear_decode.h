@@ -3,7 +3,7 @@
 //
 //     W[o, :] = scale[o, g] * concat_j( sum_z codebook[z][ code[o, j, z] ] )        still rotated
 //
-// All schemes with independent codebooks. A thread owns adjacent rows. Entries are copied from float tables, which for
+// All schemes with independent codebooks, and nested passes. A thread owns adjacent rows. Entries are copied from float tables, which for
 // 256 entries fit into L1. 4-bit codes are decoded in pairs: one byte indexes a table of entry pairs.
 //
 // Bytes: 4 per weight written. Bottleneck: stores.
@@ -20,6 +20,9 @@ constexpr int kUnpacked = 256;              // codes unpacked per iteration
 // True if the fields of a matrix are consistent; its pointers are not read.
 inline bool stored_as_said(const hf_vq_matrix& w) {
   if (w.out <= 0 || w.in <= 0 || w.x < 1 || w.x > 64 || w.bits < 1 || w.bits > 16 || w.stages < 1 || w.stages > 8)
+    return false;
+  if (w.second_bits != 0 && (w.second_bits < 0 || w.bits + w.second_bits > 8 || w.x != 1 || w.stages != 1 ||
+                             w.scope != HF_VQ_SHARED))
     return false;
   if (w.in % w.x || w.group < 1 || w.in % w.group || !power_of_two(w.block) || w.in % w.block) return false;
   if (w.scope == HF_VQ_E8P) return w.x == 8 && w.bits == 16;
@@ -54,7 +57,7 @@ inline void unpack_codes(const uint8_t* stream, int bits, int64_t first, int64_t
 
 // Decoding parameters of a matrix; pairs of 4-bit codes become one 8-bit code.
 struct Decoding {
-  int x, bits;
+  int x, bits;      // of a stream
   int64_t entries;  // of one codebook
   int64_t floats;   // of its table
 };
@@ -64,6 +67,7 @@ constexpr int kE8PSigns = 256 * 8, kE8PParity = 2 * 256 * 8, kE8PShift = kE8PPar
 
 inline Decoding decoding_of(const hf_vq_matrix& w) {
   if (w.scope == HF_VQ_E8P) return {8, 16, 257, kE8PShift + 1};
+  if (w.second_bits != 0) return {1, w.bits, int64_t(1) << (w.bits + w.second_bits), int64_t(1) << (w.bits + w.second_bits)};
   if (w.scope == HF_VQ_SHARED && w.bits == 4 && w.in / w.x % 2 == 0) return {2 * w.x, 8, 16, 256 * 2 * w.x};
   return {w.x, w.bits, int64_t(1) << w.bits, int64_t(w.x) << w.bits};
 }
@@ -148,6 +152,11 @@ inline void decode_row(const DecodeCall& call, int64_t row, const float* tables,
     for (int64_t first = 0; first < vectors; first += kUnpacked) {
       const int64_t n = vectors - first < kUnpacked ? vectors - first : kUnpacked;
       unpack_codes(stream, how.bits, first, n, code);
+      if (w.second_bits != 0) {
+        uint16_t second[kUnpacked];
+        unpack_codes(w.second + row * divide_up(w.in * w.second_bits, 8), w.second_bits, first, n, second);
+        for (int64_t i = 0; i < n; ++i) code[i] = uint16_t(code[i] << w.second_bits | second[i]);
+      }
       for (int64_t i = 0; i < n;) {  // up to the end of a tile
         const int64_t number = (first + i) / tile, left = (number + 1) * tile - first - i;
         const int64_t count = left < n - i ? left : n - i;

@@ -11,12 +11,11 @@
 namespace hf_vq {
 namespace {
 
-struct E8PCodes {
+struct E8PCodes : FixedSteps<2 * kBytes> {
   static constexpr int kPlanes = 10, kSets = 1;
   static constexpr bool kFine = false;
   static constexpr int kBlock = 8;  // rows for which a pass keeps its tables
   static constexpr bool kStepsFirst = false, kStreamed = kWideLookup;
-  static constexpr int kStepBytes = 2 * kBytes;
   static constexpr int kStepColumns = 8 * kBytes;
   static constexpr int kTableBytes = 512 + 32 + 32;
   static constexpr int64_t kBookHalves = 257 * 8;
@@ -25,12 +24,14 @@ struct E8PCodes {
   Codebook<16, 2> levels;  // of the two components of a nibble
   Codebook<16, 2> parity;  // of a nibble's bits; of its bits but the upper one
 
-  explicit E8PCodes(const uint8_t* table)
+  E8PCodes(const uint8_t* table, const hf_vq_matrix&)
       : patterns(load_codebook<256, 2>(table)),
         levels(load_codebook<16, 2>(table + 512)),
         parity(load_codebook<16, 2>(table + 544)) {}
 
-  static float make_tables(const uint16_t* book, uint8_t* tables) {
+  static constexpr int64_t book_halves(const hf_vq_matrix&) { return kBookHalves; }
+
+  static float make_tables(const hf_vq_matrix&, const uint16_t* book, uint8_t* tables) {
     const float shift = half_to_float(book[256 * 8]);
     uint8_t level[256 * 8];
     round_halves(book, 256 * 8, inverse_of(shift), level);
@@ -64,12 +65,12 @@ struct E8PCodes {
     }
   }
 
-  template <int M> void dots(const uint8_t* codes, const uint8_t* numbers, int64_t stride, Ints (&sums)[M]) const {
+  template <int M> void dots(Place p, const uint8_t* numbers, int64_t stride, Ints (&sums)[M]) const {
     const auto add = [&](int plane, Bytes level) {
       for (int m = 0; m < M; ++m)
         sums[m] = dot(sums[m], level, load_bytes(numbers + m * stride + plane * kBytes));
     };
-    const Bytes first = load_bytes(codes), last = load_bytes(codes + kBytes);
+    const Bytes first = load_bytes(p.codes), last = load_bytes(p.codes + kBytes);
     const Bytes signs = odd_bytes(first, last);
     Bytes pattern[2];
     lookup(patterns, even_bytes(first, last), pattern);

@@ -10,7 +10,7 @@
 namespace hf_vq {
 namespace {
 
-template <int X, int Bits> struct WordCodes {
+template <int X, int Bits> struct WordCodes : FixedSteps<kBytes / X * Bits / 8> {
   static constexpr int kEntries = 1 << Bits;
   static constexpr int kPlaces = 8 / X;
   static constexpr int kPlanes = 1, kSets = 1;
@@ -18,15 +18,16 @@ template <int X, int Bits> struct WordCodes {
   static constexpr int kBlock = 32;  // rows for which a pass keeps its tables
   static constexpr bool kStepsFirst = false;
   static constexpr bool kStreamed = kWideLookup || X == 4;  // of 2-vectors its loads are the bottleneck
-  static constexpr int kStepColumns = kBytes, kStepCodes = kBytes / X;
-  static constexpr int kStepBytes = kStepCodes * Bits / 8;
+  static constexpr int kStepColumns = kBytes;
   static constexpr int kTableBytes = kPlaces * kEntries * 8;
   static constexpr int64_t kBookHalves = kEntries * X;
 
   const uint64_t* tables;
-  explicit WordCodes(const uint8_t* words) : tables(reinterpret_cast<const uint64_t*>(words)) {}
+  WordCodes(const uint8_t* words, const hf_vq_matrix&) : tables(reinterpret_cast<const uint64_t*>(words)) {}
 
-  static float make_tables(const uint16_t* entries, uint8_t* words) {
+  static constexpr int64_t book_halves(const hf_vq_matrix&) { return kBookHalves; }
+
+  static float make_tables(const hf_vq_matrix&, const uint16_t* entries, uint8_t* words) {
     const float unit = unit_of(entries, kBookHalves);
     if constexpr (X == 8) {
       round_halves(entries, kBookHalves, inverse_of(unit), words);
@@ -47,8 +48,8 @@ template <int X, int Bits> struct WordCodes {
   static void arrange(const uint8_t* natural, uint8_t* numbers, int64_t) { memcpy(numbers, natural, kBytes); }
 
   // sums[m] += entries of the step's codes * numbers of input m
-  template <int M> void dots(const uint8_t* codes, const uint8_t* numbers, int64_t stride, Ints (&sums)[M]) const {
-    const Bytes level = Bits == 8 ? load_words<kEntries, X>(tables, codes) : load_words_12_bits(tables, codes);
+  template <int M> void dots(Place p, const uint8_t* numbers, int64_t stride, Ints (&sums)[M]) const {
+    const Bytes level = Bits == 8 ? load_words<kEntries, X>(tables, p.codes) : load_words_12_bits(tables, p.codes);
     for (int m = 0; m < M; ++m) sums[m] = dot_of<M>(sums[m], level, load_bytes(numbers + m * stride));
   }
 };

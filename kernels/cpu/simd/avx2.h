@@ -62,20 +62,47 @@ inline void load_columns(const uint8_t* p, int64_t stride, Bytes (&column)[kColu
     column[c] = load_bytes(bytes);
   }
 }
-inline Bytes load_6_bits(const void* p) {
-  const uint8_t* from = static_cast<const uint8_t*>(p);
-  const __m256i halves = _mm256_inserti128_si256(
-      _mm256_castsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))),
-      _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + 8)), 1);
-  const __m256i four = _mm256_shuffle_epi8(  // three bytes of every 32-bit lane
-      halves, _mm256_setr_epi8(0, 1, 2, -1, 3, 4, 5, -1, 6, 7, 8, -1, 9, 10, 11, -1,
-                               4, 5, 6, -1, 7, 8, 9, -1, 10, 11, 12, -1, 13, 14, 15, -1));
-  const __m256i code_0 = _mm256_and_si256(four, _mm256_set1_epi32(0x3f));
-  const __m256i code_1 = _mm256_and_si256(_mm256_slli_epi32(four, 2), _mm256_set1_epi32(0x3f00));
-  const __m256i code_2 = _mm256_and_si256(_mm256_slli_epi32(four, 4), _mm256_set1_epi32(0x3f0000));
-  const __m256i code_3 = _mm256_and_si256(_mm256_slli_epi32(four, 6), _mm256_set1_epi32(0x3f000000));
-  return {_mm256_or_si256(_mm256_or_si256(code_0, code_1), _mm256_or_si256(code_2, code_3))};
+// Two loads of `size` bytes, which may overlap, have 16 codes each. Every 16-bit lane takes the two bytes that hold an
+// even code, and then an odd one; a product moves its lowest bit to bit 8 + lift.
+struct Packing {
+  int size, upper;
+  __m256i even, odd, even_factor, odd_factor, mask;
+};
+inline Packing packing(int bits, int lift = 0) {
+  const int size = bits >= 4 ? 16 : bits >= 2 ? 8 : 4;
+  alignas(32) uint8_t bytes[2][kBytes];
+  alignas(32) uint16_t factor[2][kBytes / 2];
+  for (int i = 0; i < kBytes; ++i) {
+    const int bit = i % 16 * bits, byte = bit / 8 + (i < 16 ? 0 : size - 2 * bits), odd = i % 2, lane = i / 2;
+    bytes[odd][2 * lane] = uint8_t(byte);
+    bytes[odd][2 * lane + 1] = uint8_t(byte < 15 ? byte + 1 : byte);
+    factor[odd][lane] = uint16_t((256 << lift) >> bit % 8);
+  }
+  const auto load = [](const void* from) { return _mm256_load_si256(static_cast<const __m256i*>(from)); };
+  return {size, 4 * bits - size, load(bytes[0]), load(bytes[1]), load(factor[0]), load(factor[1]),
+          _mm256_set1_epi8(char(((1 << bits) - 1) << lift))};
 }
+inline Bytes load_codes(const void* p, const Packing& how) {
+  const uint8_t *from = static_cast<const uint8_t*>(p), *upper = from + how.upper;
+  __m128i low, high;
+  if (how.size == 16) {
+    low = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+    high = _mm_loadu_si128(reinterpret_cast<const __m128i*>(upper));
+  } else if (how.size == 8) {
+    low = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
+    high = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(upper));
+  } else {
+    int32_t four;
+    memcpy(&four, from, 4);
+    low = high = _mm_cvtsi32_si128(four);
+  }
+  const __m256i bytes = _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
+  const __m256i even = _mm256_mullo_epi16(_mm256_shuffle_epi8(bytes, how.even), how.even_factor);
+  const __m256i odd = _mm256_mullo_epi16(_mm256_shuffle_epi8(bytes, how.odd), how.odd_factor);
+  const __m256i second = _mm256_and_si256(odd, _mm256_set1_epi16(int16_t(0xff00)));
+  return {_mm256_and_si256(_mm256_or_si256(_mm256_srli_epi16(even, 8), second), how.mask)};
+}
+inline Bytes merge(Bytes upper, Bytes lower, const Packing&) { return upper | lower; }
 template <int E, int X, class Code> inline __m128i load_two_words(const uint64_t* tables, const Code* code) {
   if constexpr (X == 8) {
     const __m128i first = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(tables + code[0]));
@@ -112,9 +139,9 @@ inline Bytes negate_where(Bytes a, Bytes signs, int bit) {
 
 // -- tables --------------------------------------------------------------------------------------
 
-// E / 16 shuffles of 16 entries: the one that a code means is picked by its upper bits. Tables of more
-// than 16 entries do not fit into 16 registers and stay in the L1 cache. Gathers would be fewer
-// instructions, but are several times slower where processors are mended against Downfall.
+// E / 16 shuffles of 16 entries, of which the upper bits of a code select one, bit by bit. Tables of more than 16
+// entries do not fit into 16 registers and stay in the L1 cache. Gathers would be fewer instructions, but are several
+// times slower where processors are mended against Downfall.
 template <int E, int X> struct Codebook { const uint8_t* table; };
 template <int X> struct Codebook<16, X> { __m256i table[X]; };
 
@@ -131,21 +158,25 @@ template <int E, int X> inline Codebook<E, X> load_codebook(const void* table) {
   }
 }
 
+// Entries of a table of E; `low` are the lower nibbles of the codes, of which bit b is in bit 7 of bit[b - 4].
+template <int E> inline __m256i entries_of(const uint8_t* table, __m256i low, const __m256i (&bit)[4]) {
+  if constexpr (E == 16) {
+    const __m128i sixteen = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(sixteen), low);
+  } else {
+    constexpr int kBit = E == 32 ? 4 : E == 64 ? 5 : E == 128 ? 6 : 7;
+    const __m256i lower = entries_of<E / 2>(table, low, bit), upper = entries_of<E / 2>(table + E / 2, low, bit);
+    return _mm256_blendv_epi8(lower, upper, bit[kBit - 4]);
+  }
+}
+
 template <int E, int X> inline void lookup(const Codebook<E, X>& book, Bytes code, Bytes (&entry)[X]) {
   if constexpr (E == 16) {
     for (int c = 0; c < X; ++c) entry[c].v = _mm256_shuffle_epi8(book.table[c], code.v);
   } else {
-    for (int c = 0; c < X; ++c) entry[c].v = _mm256_setzero_si256();
-    for (int part = 0; part < E / 16; ++part) {
-      // 0..15 where the code is in this part, else a byte with bit 7 set, for which pshufb gives 0.
-      const __m256i within = _mm256_xor_si256(code.v, _mm256_set1_epi8(char(part << 4)));
-      const __m256i index = _mm256_adds_epu8(within, _mm256_set1_epi8(0x70));
-      for (int c = 0; c < X; ++c) {
-        const __m256i table = _mm256_broadcastsi128_si256(
-            _mm_loadu_si128(reinterpret_cast<const __m128i*>(book.table + c * E + 16 * part)));
-        entry[c].v = _mm256_or_si256(entry[c].v, _mm256_shuffle_epi8(table, index));
-      }
-    }
+    const __m256i low = low_nibbles(code).v;
+    const __m256i bit[4] = {_mm256_slli_epi16(code.v, 3), _mm256_slli_epi16(code.v, 2), _mm256_slli_epi16(code.v, 1), code.v};
+    for (int c = 0; c < X; ++c) entry[c].v = entries_of<E>(book.table + c * E, low, bit);
   }
 }
 

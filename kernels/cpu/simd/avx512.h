@@ -80,14 +80,24 @@ inline void load_columns(const uint8_t* p, int64_t stride, Bytes (&column)[kColu
   }
   for (int i = 0; i < kColumns; ++i) column[i].v = a[i];
 }
-inline Bytes load_6_bits(const void* p) {
-  const __m512i packed = _mm512_maskz_loadu_epi8(0xffffffffffff, p);
-  const __m512i number = byte_numbers();  // byte j of 64-bit lane i takes byte 6 i + j: number - 2 i
+// Byte j of 64-bit lane i takes byte bits * i + j, and of these 8 bits from bit bits * j - lift on, modulo 64.
+struct Packing {
+  __m512i from, shift, mask;
+  __mmask64 bytes;
+};
+inline Packing packing(int bits, int lift = 0) {
   const __m512i lane = _mm512_setr_epi64(0, 1, 2, 3, 4, 5, 6, 7);
-  const __m512i skipped = _mm512_mullo_epi64(lane, _mm512_set1_epi64(0x0202020202020202));
-  const __m512i six = _mm512_permutexvar_epi8(_mm512_sub_epi8(number, skipped), packed);
-  const __m512i shift = _mm512_set1_epi64(0x2a241e18120c0600);  // 0, 6, 12 .. 42
-  return {_mm512_and_si512(_mm512_multishift_epi64_epi8(shift, six), _mm512_set1_epi8(63))};
+  const __m512i skipped = _mm512_mullo_epi64(lane, _mm512_set1_epi64((8 - bits) * 0x0101010101010101));
+  const __m512i shift = _mm512_sub_epi8(_mm512_set1_epi64(bits * 0x0706050403020100), _mm512_set1_epi8(char(lift)));
+  return {_mm512_sub_epi8(byte_numbers(), skipped), _mm512_and_si512(shift, _mm512_set1_epi8(63)),
+          _mm512_set1_epi8(char((1 << bits) - 1)), ~__mmask64{0} >> (64 - 8 * bits)};
+}
+inline Bytes load_codes(const void* p, const Packing& how) {
+  const __m512i bytes = _mm512_permutexvar_epi8(how.from, _mm512_maskz_loadu_epi8(how.bytes, p));
+  return {_mm512_multishift_epi64_epi8(how.shift, bytes)};
+}
+inline Bytes merge(Bytes upper, Bytes lower, const Packing& how) {  // how.mask ? lower : upper
+  return {_mm512_ternarylogic_epi64(how.mask, lower.v, upper.v, 0xca)};
 }
 template <int E, int X, class Code> inline __m128i load_two_words(const uint64_t* tables, const Code* code) {
   if constexpr (X == 8) {
@@ -131,11 +141,11 @@ inline Bytes negate_where(Bytes a, Bytes signs, int bit) {
 
 // -- tables --------------------------------------------------------------------------------------
 
-// 64 entries: vpermb, which ignores bits 6 and 7 of a code. 16: the same of four copies, so that bits 4 and
-// 5 do not matter either. 256: four vpermb of 64 entries each, the last three under masks of bits 6 and 7. On
+// 64 entries: vpermb, which ignores bits 6 and 7 of a code. 16 and 32: the same of copies, so that bits 4 and
+// 5 do not matter either. 128: vpermi2b, which ignores bit 7. 256: four vpermb of 64 entries each, the last three under masks of bits 6 and 7. On
 // Intel, two vpermi2b and a blend keep the port of permutations as busy, and the only other one for vectors
 // busier; on AMD, where a vpermi2b takes as long as a vpermb, they are half of the permutations.
-template <int E, int X> struct Codebook { __m512i table[X][E == 256 ? 4 : 1]; };
+template <int E, int X> struct Codebook { __m512i table[X][E < 64 ? 1 : E / 64]; };
 
 template <int E, int X> inline Codebook<E, X> load_codebook(const void* table) {
   const uint8_t* bytes = static_cast<const uint8_t*>(table);
@@ -144,6 +154,9 @@ template <int E, int X> inline Codebook<E, X> load_codebook(const void* table) {
     if constexpr (E == 16) {
       book.table[c][0] = _mm512_broadcast_i32x4(
           _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes + c * E)));
+    } else if constexpr (E == 32) {
+      book.table[c][0] = _mm512_broadcast_i64x4(
+          _mm256_loadu_si256(reinterpret_cast<const __m256i*>(bytes + c * E)));
     } else {
       for (int part = 0; part < E / 64; ++part)
         book.table[c][part] = _mm512_loadu_si512(bytes + c * E + 64 * part);
@@ -155,6 +168,9 @@ template <int E, int X> inline Codebook<E, X> load_codebook(const void* table) {
 template <int E, int X> inline void lookup(const Codebook<E, X>& book, Bytes code, Bytes (&entry)[X]) {
   if constexpr (E <= 64) {
     for (int c = 0; c < X; ++c) entry[c].v = _mm512_permutexvar_epi8(code.v, book.table[c][0]);
+  } else if constexpr (E == 128) {
+    for (int c = 0; c < X; ++c)
+      entry[c].v = _mm512_permutex2var_epi8(book.table[c][0], code.v, book.table[c][1]);
   } else {
     const __mmask64 bit_7 = _mm512_movepi8_mask(code.v);
 #if defined(HF_VQ_ZEN4)

@@ -59,17 +59,43 @@ inline void load_columns(const uint8_t* p, int64_t stride, Bytes (&column)[kColu
     column[c] = load_bytes(bytes);
   }
 }
-inline Bytes load_6_bits(const void* p) {
-  uint8_t bytes[16] = {};
-  memcpy(bytes, p, 12);
-  const uint8_t three[16] = {0, 1, 2, 255, 3, 4, 5, 255, 6, 7, 8, 255, 9, 10, 11, 255};
-  const uint32x4_t four = vreinterpretq_u32_u8(vqtbl1q_u8(vld1q_u8(bytes), vld1q_u8(three)));
-  const uint32x4_t low = vorrq_u32(vandq_u32(four, vdupq_n_u32(0x3f)),
-                                   vandq_u32(vshlq_n_u32(four, 2), vdupq_n_u32(0x3f00)));
-  const uint32x4_t high = vorrq_u32(vandq_u32(vshlq_n_u32(four, 4), vdupq_n_u32(0x3f0000)),
-                                    vandq_u32(vshlq_n_u32(four, 6), vdupq_n_u32(0x3f000000)));
-  return {vreinterpretq_u8_u32(vorrq_u32(low, high))};
+// A code lies in one byte or in two: the upper bits of `first`, the lower ones of `next`. They are read by two loads of
+// `size` bytes, which overlap.
+struct Packing {
+  int bits, size;
+  uint8x16_t first, next, mask;
+  int8x16_t down, up;
+};
+inline Packing packing(int bits, int lift = 0) {
+  uint8_t first[kBytes], next[kBytes];
+  int8_t down[kBytes], up[kBytes];
+  const int size = bits >= 4 ? 8 : bits >= 2 ? 4 : 2, last = 2 * bits - 1;
+  const auto place = [&](int byte) { return uint8_t(byte > last ? 255 : byte < size ? byte : byte - 2 * bits + size + 8); };
+  for (int i = 0; i < kBytes; ++i) {
+    first[i] = place(i * bits / 8);
+    next[i] = place(i * bits / 8 + 1);
+    down[i] = int8_t(lift - i * bits % 8);
+    up[i] = int8_t(lift + 8 - i * bits % 8);
+  }
+  return {bits, size, vld1q_u8(first), vld1q_u8(next), vdupq_n_u8(uint8_t(((1 << bits) - 1) << lift)), vld1q_s8(down), vld1q_s8(up)};
 }
+inline Bytes load_codes(const void* p, const Packing& how) {
+  const uint8_t *from = static_cast<const uint8_t*>(p), *upper = from + 2 * how.bits - how.size;
+  uint64_t half[2] = {};
+  if (how.size == 8) {
+    memcpy(half, from, 8);
+    memcpy(half + 1, upper, 8);
+  } else if (how.size == 4) {
+    memcpy(half, from, 4);
+    memcpy(half + 1, upper, 4);
+  } else {
+    memcpy(half, from, 2);
+  }
+  const uint8x16_t bytes = vreinterpretq_u8_u64(vcombine_u64(vcreate_u64(half[0]), vcreate_u64(half[1])));
+  const uint8x16_t low = vshlq_u8(vqtbl1q_u8(bytes, how.first), how.down);
+  return {vandq_u8(vorrq_u8(low, vshlq_u8(vqtbl1q_u8(bytes, how.next), how.up)), how.mask)};
+}
+inline Bytes merge(Bytes upper, Bytes lower, const Packing&) { return {vorrq_u8(upper.v, lower.v)}; }
 template <int E, int X, class Code> inline Bytes load_words(const uint64_t* tables, const Code* code) {
   uint64_t word[2];
   for (int i = 0; i < 2; ++i) {
@@ -91,19 +117,21 @@ inline Bytes negate_where(Bytes a, Bytes signs, int bit) {
 
 // -- tables --------------------------------------------------------------------------------------
 
-// 16 entries: vqtbl1q. 64: vqtbl4q. 256: four of those, each zero outside its own 64 entries.
+// 16 entries: vqtbl1q. 32: vqtbl2q. 64: vqtbl4q. 128 and 256: several of those, each zero outside its own 64 entries.
 template <int E, int X> struct Codebook { const uint8_t* table; };
 template <int X> struct Codebook<16, X> { uint8x16_t table[X]; };
+template <int X> struct Codebook<32, X> { uint8x16x2_t table[X]; };
 template <int X> struct Codebook<64, X> { uint8x16x4_t table[X]; };
 
 template <int E, int X> inline Codebook<E, X> load_codebook(const void* table) {
   const uint8_t* bytes = static_cast<const uint8_t*>(table);
-  if constexpr (E == 256) {
+  if constexpr (E > 64) {
     return {bytes};
   } else {
     Codebook<E, X> book;
     for (int c = 0; c < X; ++c) {
       if constexpr (E == 16) book.table[c] = vld1q_u8(bytes + c * E);
+      if constexpr (E == 32) book.table[c] = vld1q_u8_x2(bytes + c * E);
       if constexpr (E == 64) book.table[c] = vld1q_u8_x4(bytes + c * E);
     }
     return book;
@@ -113,10 +141,11 @@ template <int E, int X> inline Codebook<E, X> load_codebook(const void* table) {
 template <int E, int X> inline void lookup(const Codebook<E, X>& book, Bytes code, Bytes (&entry)[X]) {
   for (int c = 0; c < X; ++c) {
     if constexpr (E == 16) entry[c].v = vqtbl1q_u8(book.table[c], code.v);
+    if constexpr (E == 32) entry[c].v = vqtbl2q_u8(book.table[c], code.v);
     if constexpr (E == 64) entry[c].v = vqtbl4q_u8(book.table[c], code.v);
-    if constexpr (E == 256) {
+    if constexpr (E > 64) {
       entry[c].v = vqtbl4q_u8(vld1q_u8_x4(book.table + c * E), code.v);
-      for (int part = 1; part < 4; ++part) {
+      for (int part = 1; part < E / 64; ++part) {
         const uint8x16_t within = veorq_u8(code.v, vdupq_n_u8(uint8_t(part << 6)));
         entry[c].v = vorrq_u8(entry[c].v, vqtbl4q_u8(vld1q_u8_x4(book.table + c * E + 64 * part), within));
       }

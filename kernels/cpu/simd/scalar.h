@@ -6,7 +6,7 @@
 //   Ints     kFloats = kBytes / 4 sums of 32 bits
 //   Floats   kFloats numbers
 //
-// Codebook<E, X> holds X tables of E = 16, 64 or 256 bytes: the components of a codebook's entries.
+// Codebook<E, X> holds X tables of E = 16, 32 .. 256 bytes: the components of a codebook's entries.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -92,15 +92,27 @@ inline void load_columns(const uint8_t* p, int64_t stride, Bytes (&column)[kColu
     for (int i = 0; i < kBytes; ++i) column[c].v[i] = p[i * stride + c];
 }
 
-// kBytes codes from the 6-bit codes in the kBytes * 3 / 4 bytes at p.
-inline Bytes load_6_bits(const void* p) {
+// How codes of `bits` bits, 1 to 8, are packed, the first one in the lowest bits; they are loaded times 2^lift.
+struct Packing { int bits, lift; };
+inline Packing packing(int bits, int lift = 0) { return {bits, lift}; }
+
+// kBytes codes from the kBytes * bits / 8 bytes at p, each times 2^lift. Bits around them may be anything: use them for
+// lookup() in as many entries, or in tables that repeat them, or in merge().
+inline Bytes load_codes(const void* p, Packing how) {
   const uint8_t* from = static_cast<const uint8_t*>(p);
   Bytes r;
-  for (int i = 0; i < kBytes; i += 4, from += 3) {
-    const uint32_t four = from[0] | uint32_t(from[1]) << 8 | uint32_t(from[2]) << 16;
-    for (int j = 0; j < 4; ++j) r.v[i + j] = uint8_t(four >> (6 * j) & 63);
+  uint32_t waiting = 0;
+  for (int i = 0, count = 0; i < kBytes; ++i, count -= how.bits, waiting >>= how.bits) {
+    for (; count < how.bits; count += 8) waiting |= uint32_t(*from++) << count;
+    r.v[i] = uint8_t((waiting & ((1u << how.bits) - 1)) << how.lift);
   }
   return r;
+}
+
+// The upper code of a byte, and the lower one, whose packing is given. Bits above the upper one may be anything.
+inline Bytes merge(Bytes upper, Bytes lower, Packing) {
+  for (int i = 0; i < kBytes; ++i) upper.v[i] |= lower.v[i];
+  return upper;
 }
 
 // kBytes / X entries of X bytes each. tables[k * E + c] is entry c, moved up by k entries of a word, so that

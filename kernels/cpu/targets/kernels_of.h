@@ -5,7 +5,6 @@
 #include "../kv/attention.h"
 #include "../kernels.h"
 #include "../linear/linear.h"
-#include "../linear/linear_nested.h"
 #include "../step/step.h"
 #include "../vptq/vptq.h"
 #include "../w4a8/w4a8.h"
@@ -13,6 +12,6 @@
 #include "../kv/baselines.h"
 
 #define HF_VQ_KERNELS(isa) \
-  {isa, linear_supports, linear, nested_supports, nested_linear, decode, rotate, rows_supported, make_cells, encode_weight, \
+  {isa, linear_supports, linear, decode, rotate, rows_supported, make_cells, encode_weight, \
    round_weight, vptq_supports, vptq_linear, w4a8_supports, w4a8_linear, codes_supported, append, attention, step_supports, run_step, coded_scores, \
    read_memory, dense_scores, table_scores}

@@ -114,18 +114,35 @@ void test_bytes() {
   }
 }
 
-void test_6_bits() {
-  for (int round = 0; round < 64; ++round) {
-    Guarded<uint8_t> packed(kBytes * 3 / 4);
-    memset(packed.get(), 0, packed.bytes());
-    ByteLanes code;
-    for (int i = 0; i < kBytes; ++i) {
-      code.v[i] = uint8_t((round + i * 7) % 64);
-      for (int bit = 6 * i; bit < 6 * i + 6; ++bit)
-        packed[size_t(bit / 8)] = uint8_t(packed[size_t(bit / 8)] | (code.v[i] >> (bit - 6 * i) & 1) << bit % 8);
+void test_packed_codes() {
+  for (int bits = 1; bits <= 8; ++bits)
+    for (int round = 0; round < 64; ++round) {
+      Guarded<uint8_t> packed(size_t(kBytes * bits / 8));
+      memset(packed.get(), 0, packed.bytes());
+      ByteLanes code;
+      for (int i = 0; i < kBytes; ++i) {
+        code.v[i] = uint8_t(random_bits() & ((1u << bits) - 1));
+        for (int bit = bits * i; bit < bits * (i + 1); ++bit)
+          packed[size_t(bit / 8)] = uint8_t(packed[size_t(bit / 8)] | (code.v[i] >> (bit - bits * i) & 1) << bit % 8);
+      }
+      const int mask = (1 << bits) - 1;
+      for (int lift = 0; lift <= 8 - bits; ++lift) {
+        const ByteLanes found = lanes(load_codes(packed.get(), packing(bits, lift)));
+        ByteLanes within;
+        for (int i = 0; i < kBytes; ++i) within.v[i] = uint8_t(found.v[i] >> lift & mask);
+        expect(within, "load_codes", [&](int i) { return code.v[i]; });
+      }
+      for (int above = 1; above <= 8 - bits; ++above) {
+        Guarded<uint8_t> upper(size_t(kBytes * above / 8));
+        fill_random(upper.get(), upper.bytes());
+        const Packing low = packing(bits), high = packing(above, bits);
+        const ByteLanes found = lanes(merge(load_codes(upper.get(), high), load_codes(packed.get(), low), low));
+        ByteLanes within;
+        for (int i = 0; i < kBytes; ++i) within.v[i] = uint8_t(found.v[i] & ((1 << (bits + above)) - 1));
+        const ByteLanes first = lanes(load_codes(upper.get(), packing(above)));
+        expect(within, "merge", [&](int i) { return (first.v[i] & ((1 << above) - 1)) << bits | code.v[i]; });
+      }
     }
-    expect(lanes(load_6_bits(packed.get())), "load_6_bits", [&](int i) { return code.v[i]; });
-  }
 }
 
 // -- tables --------------------------------------------------------------------------------------
@@ -195,6 +212,10 @@ template <int E, int X> void test_codebook() {
 
 void test_codebooks() {
   test_codebook<16, 1>();
+  test_codebook<32, 1>();
+  test_codebook<32, 2>();
+  test_codebook<128, 1>();
+  test_codebook<128, 2>();
   test_codebook<16, 2>();
   test_codebook<16, 4>();
   test_codebook<16, 8>();
@@ -543,7 +564,7 @@ int run_simd_tests() {
   using namespace hf_vq;
   start("simd_test");
   test_bytes();
-  test_6_bits();
+  test_packed_codes();
   test_codebooks();
   test_dot();
   test_add_product();

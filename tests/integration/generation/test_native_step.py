@@ -86,7 +86,13 @@ def assert_same_cache(first, second):
 @pytest.mark.parametrize("name", ["qwen2", "gpt2"])
 @pytest.mark.parametrize(
     ("scheme", "rows"),
-    [("vq-4", "int8"), ("turboquant-4", "int8"), ("vq-4", "turboquant-6")],
+    [
+        ("vq-4", "int8"),
+        ("turboquant-4", "int8"),
+        ("vq-4", "turboquant-6"),
+        ("turboquant-3", "turboquant-5"),
+        ("turboquant-4+2", "int8"),
+    ],
 )
 def test_layers_of_codes(scheme, rows, name, tmp_path, steps, monkeypatch):
     tiny(name, torch.bfloat16).save_pretrained(tmp_path)

@@ -21,7 +21,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 import hf_vq
-from hf_vq import VQCache
+from hf_vq import VQCache, VQConfig
 from hf_vq.backends.cpu import library
 from hf_vq.hf.step import run, snapshot, why_not
 from tests.fixtures.native_steps import (
@@ -51,6 +51,18 @@ def test_weights_that_change_are_seen(steps, monkeypatch):
     other = generate(monkeypatch, True, model, ids, 20)
     assert torch.equal(other[0], generate(monkeypatch, False, model, ids, 20)[0])
     assert steps.count(True) >= 60
+
+
+def test_second_passes_that_are_placed_elsewhere_are_seen(steps, monkeypatch):
+    model = hf_vq.quantize_model(tiny("llama"), VQConfig("turboquant-4+4", activations=None))
+    ids, texts = prompt(), []
+    for place in ("resident", "prefill_only", {"mlp": "offload"}, "resident"):
+        hf_vq.place_pass2(model, place)
+        found = generate(monkeypatch, True, model, ids, 20)
+        same_steps(found, generate(monkeypatch, False, model, ids, 20))
+        texts.append(found[0])
+    assert steps.count(True) == 4 * 19
+    assert torch.equal(texts[0], texts[3])
 
 
 def test_weights_that_change_between_two_tokens_are_seen(steps, monkeypatch):

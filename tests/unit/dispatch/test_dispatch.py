@@ -10,9 +10,8 @@ from hf_vq.errors import VQBackendError
 
 ORDER = {
     "linear": [
-        "cpu.nested_linear", "cpu.linear", "cuda.tile_linear", "cuda.int8_linear",
-        "cuda.wide_linear", "cuda.fused_linear", "cuda.linear", "triton.linear",
-        "two_passes.linear", "reference",
+        "cpu.linear", "cuda.tile_linear", "cuda.int8_linear", "cuda.wide_linear",
+        "cuda.fused_linear", "cuda.linear", "triton.linear", "two_passes.linear", "reference",
     ],
     "input_gradient": ["cpu.input_gradient", "cuda.input_gradient", "reference"],
     "w4a8_linear": ["cpu.w4a8_linear", "cuda.w4a8_wide", "cuda.w4a8_linear", "reference"],

@@ -11,15 +11,19 @@ namespace {
 
 struct Family {
   int x, bits, stages, scope;
+  int second = 0;  // bits of a nested second pass
 };
 
 constexpr Family kFamilies[] = {
-    {2, 8, 1, HF_VQ_SHARED}, {2, 6, 1, HF_VQ_SHARED},  {4, 8, 1, HF_VQ_SHARED}, {1, 1, 1, HF_VQ_SHARED},
+    {2, 8, 1, HF_VQ_SHARED}, {2, 6, 1, HF_VQ_SHARED},  {2, 4, 1, HF_VQ_SHARED}, {2, 4, 2, HF_VQ_SHARED}, {4, 8, 1, HF_VQ_SHARED}, {1, 1, 1, HF_VQ_SHARED},
     {1, 2, 1, HF_VQ_SHARED}, {1, 3, 1, HF_VQ_SHARED},  {1, 4, 1, HF_VQ_SHARED}, {1, 5, 1, HF_VQ_SHARED},
     {1, 6, 1, HF_VQ_SHARED}, {1, 7, 1, HF_VQ_SHARED},  {1, 8, 1, HF_VQ_SHARED}, {4, 8, 1, HF_VQ_TILE},
     {2, 6, 1, HF_VQ_TILE},   {8, 8, 1, HF_VQ_SHARED}, {8, 8, 2, HF_VQ_SHARED},  {8, 12, 2, HF_VQ_SHARED}, {8, 16, 1, HF_VQ_E8P},
     {8, 16, 2, HF_VQ_E8P}, {8, 16, 1, HF_VQ_SHARED}, {16, 9, 2, HF_VQ_SHARED}, {8, 10, 3, HF_VQ_SHARED},
-    {16, 8, 1, HF_VQ_SHARED}, {8, 4, 2, HF_VQ_SHARED},
+    {16, 8, 1, HF_VQ_SHARED}, {8, 4, 2, HF_VQ_SHARED}, {1, 5, 3, HF_VQ_SHARED},  {1, 4, 1, HF_VQ_SHARED, 4},
+    {1, 1, 1, HF_VQ_SHARED, 1}, {1, 3, 1, HF_VQ_SHARED, 1}, {1, 1, 1, HF_VQ_SHARED, 2}, {1, 2, 1, HF_VQ_SHARED, 2},
+    {1, 2, 1, HF_VQ_SHARED, 3}, {1, 4, 1, HF_VQ_SHARED, 1}, {1, 2, 1, HF_VQ_SHARED, 4}, {1, 3, 1, HF_VQ_SHARED, 4},
+    {1, 7, 1, HF_VQ_SHARED, 1},
 };
 
 // True for schemes of the catalogue: they have kernels if rows are multiples of 128. Other matrices may be refused and
@@ -27,7 +31,8 @@ constexpr Family kFamilies[] = {
 bool in_catalogue(const hf_vq_matrix& w) {
   const int shape = w.x * 100 + w.bits;
   bool known = false;
-  for (int each : {104, 106, 108, 206, 208, 408, 808, 812}) known |= shape == each;
+  for (int each : {204, 206, 208, 408, 808, 812}) known |= shape == each;
+  known |= w.x == 1 && w.bits <= 8;
   known |= shape == 816 && (w.scope == HF_VQ_E8P || w.group == w.in);
   return known && w.in % 128 == 0 && (w.scope != HF_VQ_TILE || (w.bits == 8 && w.tile_columns % 256 == 0));
 }
@@ -35,9 +40,10 @@ bool in_catalogue(const hf_vq_matrix& w) {
 // A stored matrix of random bytes, and the same as numbers.
 struct Matrix {
   hf_vq_matrix w{};
-  Guarded<uint8_t> codes, signs;
+  Guarded<uint8_t> codes, second, signs;
   Guarded<uint16_t> codebook, scale, diagonal;
-  int64_t stream = 0;  // bytes of a row of one stage
+  int64_t stream = 0;         // bytes of a row of one stage,
+  int64_t second_stream = 0;  // and of second codes
 
   Matrix(const Family& f, int64_t out, int64_t in, bool rotated, bool whole_rows) {
     w.out = out;
@@ -46,6 +52,7 @@ struct Matrix {
     w.bits = f.bits;
     w.stages = f.stages;
     w.scope = f.scope;
+    w.second_bits = f.second;
     // Blocks of formats/scheme.py: powers of two that divide the row.
     const int64_t power = in & -in, most = power < 128 ? power : 128;
     w.group = int32_t(whole_rows ? in : most);
@@ -55,11 +62,17 @@ struct Matrix {
     stream = (in / f.x * f.bits + 7) / 8;
     codes = Guarded<uint8_t>(size_t(out * stream * f.stages));
     fill_some(codes.get(), codes.bytes());
+    if (f.second != 0) {
+      second_stream = (in * f.second + 7) / 8;
+      second = Guarded<uint8_t>(size_t(out * second_stream));
+      fill_some(second.get(), second.bytes());
+      w.second = second.get();
+    }
     scale = random_halves(size_t(out * (in / w.group)), 0.1f, true);
     size_t tables = size_t(f.stages);
     if (f.scope == HF_VQ_TILE)
       tables = size_t((out + w.tile_rows - 1) / w.tile_rows * ((in + w.tile_columns - 1) / w.tile_columns));
-    codebook = f.scope == HF_VQ_E8P ? patterns(tables) : random_halves((tables * size_t(f.x)) << f.bits, 1, false);
+    codebook = f.scope == HF_VQ_E8P ? patterns(tables) : random_halves((tables * size_t(f.x)) << (f.bits + f.second), 1, false);
     const uint64_t kind = rotated ? random_bits() % 4 : 0;  // before the rotation: nothing, a diagonal, or (twice) signs
     if (kind == 1) {
       diagonal = random_halves(size_t(in), 1, false);
@@ -85,14 +98,20 @@ struct Matrix {
     return rows;
   }
 
+  // Code number `number` of a stream.
+  static uint32_t code_of(const uint8_t* stream, int64_t number, int bits) {
+    const int64_t at = number * bits;
+    uint32_t code = 0;
+    for (int64_t byte = at / 8; byte <= (at + bits - 1) / 8; ++byte)
+      code |= uint32_t(stream[byte]) << 8 * (byte - at / 8);
+    return code >> at % 8 & ((1u << bits) - 1);
+  }
+
   // Component c of an entry, before the scale.
   double entry(int64_t o, int64_t vector, int stage, int c) const {
-    const uint8_t* row = codes.get() + (o * w.stages + stage) * stream;
-    const int64_t at = vector * w.bits;
-    uint32_t code = 0;
-    for (int64_t byte = at / 8; byte <= (at + w.bits - 1) / 8; ++byte)
-      code |= uint32_t(row[byte]) << 8 * (byte - at / 8);
-    code = code >> at % 8 & ((1u << w.bits) - 1);
+    uint32_t code = code_of(codes.get() + (o * w.stages + stage) * stream, vector, w.bits);
+    if (w.second_bits != 0)
+      code = code << w.second_bits | code_of(second.get() + o * second_stream, vector, w.second_bits);
     int64_t table = stage;
     if (w.scope == HF_VQ_TILE)
       table = o / w.tile_rows * ((w.in + w.tile_columns - 1) / w.tile_columns) + vector * w.x / w.tile_columns;
@@ -129,8 +148,8 @@ struct Matrix {
     return w.scope == HF_VQ_SHARED && w.x % 8 == 0 && !tables && w.group == w.in;
   }
 
-  // How many steps the largest entry and the largest input have: linear_levels.h has numbers of 16 bits.
-  double steps() const { return w.x == 1 && (w.bits == 6 || w.bits == 8) ? 256 * 127 : 127; }
+  // How many steps the largest entry and the largest input have: linear_packed.h has numbers of 16 bits.
+  double steps() const { return w.x == 1 && w.bits + w.second_bits > 4 ? 256 * 127 : 127; }
 
   // max |u_p| of n columns, times the largest norm of an entry, summed over the stages.
   double largest_product(const double* u, int64_t n) const {
@@ -349,6 +368,12 @@ void test_linear() {
       check_wild(family, outs[random_int(0, 12)], ins[random_int(0, 9)]);
       if (family.x == 8 && family.bits == 8) check_wild(family, random_int(512, 1100), ins[random_int(0, 9)]);
     }
+  }
+  for (const Family& family : {Family{1, 7, 1, HF_VQ_SHARED, 2}, Family{2, 4, 1, HF_VQ_SHARED, 4}, Family{1, 4, 2, HF_VQ_SHARED, 4},
+                               Family{1, 4, 1, HF_VQ_TILE, 4}}) {
+    const Matrix wrong(family, 1, 128, false, true);
+    that(library.linear_supports(&wrong.w) == HF_VQ_UNSUPPORTED, "linear supports <%d,%d+%d,%d>", family.x, family.bits,
+         family.second, family.stages);
   }
   linear.report();
   decode.report();

@@ -35,8 +35,6 @@ void open(const char* path) {
   find(handle, "hf_vq_allocate", library.allocate);
   find(handle, "hf_vq_free", library.free);
   find(handle, "hf_vq_linear_supports", library.linear_supports);
-  find(handle, "hf_vq_nested_supports", library.nested_supports);
-  find(handle, "hf_vq_nested_linear", library.nested_linear);
   find(handle, "hf_vq_linear", library.linear);
   find(handle, "hf_vq_decode", library.decode);
   find(handle, "hf_vq_rotate", library.rotate);
@@ -217,7 +215,6 @@ int main(int count, char** arguments) {
     test_baselines();
   }
   test_linear();
-  test_nested();
   test_weight();
   test_vptq();
   test_w4a8();

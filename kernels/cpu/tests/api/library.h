@@ -16,8 +16,6 @@ struct Library {
   decltype(&hf_vq_free) free;
   decltype(&hf_vq_linear_supports) linear_supports;
   decltype(&hf_vq_linear) linear;
-  decltype(&hf_vq_nested_supports) nested_supports;
-  decltype(&hf_vq_nested_linear) nested_linear;
   decltype(&hf_vq_decode) decode;
   decltype(&hf_vq_rotate) rotate;
   decltype(&hf_vq_rows_supported) rows_supported;
@@ -73,7 +71,6 @@ struct Tally {
 };
 
 void test_linear();
-void test_nested();
 void test_weight();
 void test_vptq();
 void test_w4a8();

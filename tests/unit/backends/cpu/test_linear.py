@@ -1,9 +1,9 @@
 """The entries `cpu.linear` and `cpu.decode` on every instruction set of this machine.
 
-The kernels round inputs and codebook entries to 8 bits, those of `turboquant-6` and `-8` to 16, and
-are exact from there on. So they are
-compared with the float64 product of the rounded operands, up to the rounding of float32 sums, and
-with the reference, up to the error that rounding the operands may make: both bounds are derived.
+The kernels round inputs and codebook entries to 8 bits, those of single weights of more than 4 bits
+to 16, and are exact from there on. So they are compared with the float64 product of the rounded
+operands, up to the rounding of float32 sums, and with the reference, up to the error that rounding
+the operands may make: both bounds are derived.
 """
 
 import ctypes
@@ -17,11 +17,12 @@ import torch
 from hf_vq import dispatch, ops
 from hf_vq.backends.cpu import decoded, library
 from hf_vq.backends.cpu import linear as cpu_linear
-from hf_vq.backends.cpu.matrices import matrix
+from hf_vq.backends.cpu.matrices import described
 from hf_vq.env import CPU_ISA
 from hf_vq.fit import fixed_tensors
 from hf_vq.formats import VQScheme, weight_scheme
-from hf_vq.formats.stored_weight import Pass, StoredWeight, rotation_of
+from hf_vq.formats.catalog import WEIGHT_SCHEMES
+from hf_vq.formats.stored_weight import Pass, StoredWeight
 from hf_vq.formats.tensors import tensor_specs
 from hf_vq.ops.library import linear_problem
 from hf_vq.ops.reference import codes as reference
@@ -31,12 +32,14 @@ pytestmark = pytest.mark.skipif(library.load() is None, reason=library.why_not()
 
 EPS = torch.finfo(torch.float32).eps
 SCHEMES = [
-    "vq-4", "vq-3", "vq-2", "turboquant-4", "turboquant-6", "turboquant-8",
-    "quip-sharp-4", "quip-sharp-2", "aqlm-3", "aqlm-2",
-    "gptvq-2", "vq-4-scaled", "quip-sharp-2-scaled",
+    "vq-4", "vq-3", "vq-2", "turboquant-3", "turboquant-4", "turboquant-5", "turboquant-8",
+    "turboquant-1+2", "turboquant-2+3", "turboquant-4+4", "quip-sharp-4", "quip-sharp-2",
+    "aqlm-3", "aqlm-2", "gptvq-2", "vq-4-scaled", "quip-sharp-2-scaled",
 ]  # fmt: skip
 OTHERS = [
     "vq2x8r1-universal-g16-hadamard64",
+    "vq2x4r1-universal-g128-hadamard128",
+    "vq2x4r2-tensor-g64-scaled_hadamard16",
     "vq4x8r1-universal-g512-random_hadamard0",
     "vq4x8r2-tensor-g32-none",
     "vq2x8r1-tile8x128-g0-none",
@@ -50,11 +53,15 @@ OTHERS = [
     "vq1x8r1-universal-g16-hadamard64",
     "vq1x6r2-tensor-g0-scaled_hadamard16",
     "vq1x8r1-tile100x128-g32-none",
+    "vq1x4+3r2-universal-g64-scaled_hadamard16-nested",
+    "vq1x1+4r2-universal-g0-none-nested",
 ]
+SCALAR = [name for name in WEIGHT_SCHEMES if name.startswith("turboquant-")]
 FINE = 256 * 127  # steps of half a range, where entries and inputs have 16 bits
 SHAPES = [(1, 48), (3, 80), (5, 288), (100, 896), (300, 1024), (3, 11008)]
 CASES = [(name, shape) for name in SCHEMES for shape in SHAPES]
 CASES += [(name, shape) for name in OTHERS for shape in ((3, 80), (101, 1024))]
+CASES += [(name, (33, 288)) for name in SCALAR if name not in SCHEMES]
 
 
 @pytest.fixture(params=library.isas())
@@ -85,9 +92,22 @@ def stored(name, out_features, in_features):
 
 
 def description(scheme, tensors, in_features):
-    first = (tensors["codes"], tensors["codebook"], tensors["scale"], rotation_of(tensors))
-    addresses = [None if tensor is None else tensor.data_ptr() for tensor in first]
-    return matrix(scheme, len(tensors["codes"]), in_features, *addresses)
+    return described(StoredWeight.of(tensors, scheme, in_features))
+
+
+def book_of(scheme):
+    """The key of the codebook that products read."""
+    return "codebook_2" if scheme.two_passes else "codebook"
+
+
+def rows_of(scheme, tensors, codebook, length):
+    """The rows that are stored, rotated, with other entries: float64."""
+    codes, scale = tensors["codes"], tensors["scale"]
+    if scheme.two_passes:
+        found = reference.decode_nested(codes, tensors["codes_2"], codebook, scale, scheme, length)
+    else:
+        found = reference.decode_rotated(codes, codebook, scale, scheme, length)
+    return found.double()
 
 
 def multiply(scheme, tensors, x, bias=None):
@@ -123,7 +143,8 @@ def rotated(scheme, tensors, x):
 
 def steps_of(scheme):
     """Integers that the largest entry and the largest input become."""
-    return FINE if scheme.vector_size == 1 and scheme.entry_bits in (6, 8) else 127
+    fine = scheme.vector_size == 1 and scheme.entry_bits + scheme.second_bits > 4
+    return FINE if fine else 127
 
 
 def in_two_bytes(numbers, round_high=torch.round):
@@ -192,9 +213,9 @@ def test_linear_is_the_product_of_the_rounded_operands(isa, name, shape):
 
     u = rotated(scheme, tensors, x)
     numbers, input_units = rounded_inputs(u, scheme)
-    codebook, unit = rounded_codebook(tensors["codebook"], scheme)
-    codes, scale = tensors["codes"], tensors["scale"]
-    levels = reference.decode_rotated(codes, codebook, scale, scheme, shape[1]).double()
+    entries, scale = tensors[book_of(scheme)], tensors["scale"]
+    codebook, unit = rounded_codebook(entries, scheme)
+    levels = rows_of(scheme, tensors, codebook, shape[1])
     exact = numbers @ levels.T
     sizes = numbers.abs() @ levels.abs().T
     additions = shape[1] / 32 + 40  # of one lane, then of lanes and passes
@@ -205,7 +226,7 @@ def test_linear_is_the_product_of_the_rounded_operands(isa, name, shape):
         left_out = 127**2 * scheme.streams * unit * (input_units @ per_weight.T)
     assert ((y - exact).abs() <= EPS * additions * sizes + ties + left_out).all()
 
-    weight = reference.decode_rotated(codes, tensors["codebook"], scale, scheme, shape[1]).double()
+    weight = rows_of(scheme, tensors, entries, shape[1])
     lost = unit * scheme.streams / 2 * per_weight  # of a weight, at most
     if scheme.lattice:
         lost = (weight - levels).abs()
@@ -363,7 +384,7 @@ def test_threads_do_not_change_a_result(isa):
         torch.set_num_threads(before)
 
 
-DECODED = [*SCHEMES, *OTHERS, "turboquant-1", "turboquant-3", "turboquant-7"]
+DECODED = [*SCHEMES, *OTHERS, "turboquant-1", "turboquant-7"]
 
 
 @pytest.mark.parametrize("name", DECODED)
@@ -395,10 +416,12 @@ def test_decode_keeps_leading_dimensions():
         ("gptvq-2", True),
         ("vq8x16r1-tensor-g0-none", True),
         ("turboquant-8", True),
-        ("turboquant-7", False),
+        ("turboquant-7", True),
+        ("turboquant-4+3", True),
+        ("vq4x5r1-tensor-g0-none", False),
         ("vq-4-scaled", True),
         ("turboquant-8-scaled", True),
-        ("turboquant-5-scaled", False),
+        ("turboquant-5-scaled", True),
         ("vq16x4r1-tensor-g0-scaled_hadamard16", True),
     ],
 )
@@ -453,6 +476,18 @@ def test_op_takes_any_strides_and_shapes():
     assert ops.linear(x[:0], tensors, None, scheme).shape == (0, 3, 24)
 
 
+@pytest.mark.parametrize("name", ["turboquant-4+4", "turboquant-2+1-scaled"])
+def test_one_pass_of_two(isa, name):
+    """Without its second codes a layer is the first pass."""
+    scheme, tensors = stored(name, 64, 256)
+    weight = StoredWeight.of(tensors, scheme, 256)._replace(residual=None)
+    one = weight._replace(scheme=scheme.first_pass())
+    for tokens in (1, 200):
+        x = torch.randn(tokens, 256)
+        assert torch.equal(cpu_linear.linear(x, weight, None), cpu_linear.linear(x, one, None))
+    assert torch.equal(cpu_linear.decode(weight), cpu_linear.decode(one))
+
+
 def test_tensors_that_move_or_change_are_seen():
     scheme, tensors = stored("vq-4", 24, 256)
     _, others = stored("vq-4", 24, 256)
@@ -480,5 +515,5 @@ def test_table_says_why():
     for name in SCHEMES:
         assert reason(name) == ""
     assert reason("vq-4", torch.float64) == "inputs are float64"
-    assert reason("turboquant-4+4") == "nested stages have a second pass"
+    assert reason("vq1x4+4r2-universal-g128-hadamard128-shared") == "shared passes are two products"
     assert reason("vq2x8r1-universal-g128-qr128") == "a QR rotation is a matrix product"
