@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from hf_vq import dispatch, ops
-from hf_vq.formats.catalog import weight_scheme
+from hf_vq.formats.catalog import WEIGHT_SCHEMES, weight_scheme
 from hf_vq.formats.scheme import VQScheme
 from hf_vq.ops.library import linear_problem
 from tests.fixtures.random_weights import random_tensors
@@ -31,10 +31,13 @@ from ..roofline.arithmetic import arithmetic
 from ..roofline.cpu import reading
 from ..timing import Candidate, cold_copies, extrapolated, interleave, speedup, summary
 
-SCHEMES = (
+NAMED = (
     "vq-4", "turboquant-4", "vq-3", "vq-2", "gptvq-2", "aqlm-2", "aqlm-3",
     "quip-sharp-2", "quip-sharp-4",
 )  # fmt: skip
+SCHEMES = (
+    *NAMED, *(name for name in WEIGHT_SCHEMES if name.startswith("turboquant-") and name not in NAMED)
+)
 SHAPES = ((4096, 4096), (11008, 4096), (4096, 11008))  # out_features, in_features
 INT4_GROUP = 128
 UNTIMED = 1  # calls before one that is timed
@@ -148,11 +151,9 @@ def _shape(
 def _ours(scheme: VQScheme, x: Tensor, out_features: int) -> Candidate:
     in_features = x.shape[-1]
     stored = random_tensors(scheme, out_features, in_features)
-    copies = cold_copies(stored["codes"].nbytes + stored["scale"].nbytes)
-    sets = [
-        {**stored, "codes": stored["codes"].clone(), "scale": stored["scale"].clone()}
-        for _ in range(copies)
-    ]
+    of_rows = [key for key in ("codes", "codes_2", "scale") if key in stored]
+    copies = cold_copies(sum(stored[key].nbytes for key in of_rows))
+    sets = [stored | {key: stored[key].clone() for key in of_rows} for _ in range(copies)]
     return Candidate(lambda i: ops.linear(x, sets[i], None, scheme), copies)
 
 

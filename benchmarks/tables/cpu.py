@@ -3,6 +3,7 @@ records."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -20,13 +21,21 @@ _PEERS = {
     "q4_K": "llama.cpp Q4_K",
     "aqlm": "package `aqlm`, 2 codebooks of 8 bits",
 }
+_SCALAR = re.compile(r"turboquant-(\d)(?:\+(\d))?")
 _WHOLE, _GROUPED = "qoq-w4a8", "qoq-w4a8-g128"
 _W4A8_PEERS = ("int8 x int8", "bf16")
 
 
 def linear(rows: _Rows) -> str:
-    """One token through a linear layer on the CPU, one thread, against PyTorch."""
-    rows = [row for row in rows if row["threads"] == 1 and row["name"] != "arithmetic"]
+    """One token through a linear layer on the CPU, one thread, against PyTorch.
+
+    Of codes of single weights those of 4 bits; `scalars` has all.
+    """
+    rows = [
+        row for row in rows
+        if row["threads"] == 1 and row["name"] != "arithmetic"
+        and (row["name"] == "turboquant-4" or not _SCALAR.fullmatch(row["name"]))
+    ]  # fmt: skip
     shapes = list(dict.fromkeys((row["out_features"], row["in_features"]) for row in rows))
     head = ["weights", *(f"{n} x {k}, us" for n, k in shapes), "x int4", "x bf16", "of the limit"]
     cells = []
@@ -40,6 +49,20 @@ def linear(rows: _Rows) -> str:
             percents(busy(row) for row in here if "us_cached" in row),
         ])  # fmt: skip
     return markdown_table(head, cells)
+
+
+def scalars(rows: _Rows) -> str:
+    """The same of codes of single weights, by the bits of both passes: speedups over bfloat16."""
+    lines: dict[str, dict[int, list[float]]] = {"one pass": {}, "two nested passes": {}}
+    for row in rows:
+        found = _SCALAR.fullmatch(row["name"])
+        if found and row["threads"] == 1:
+            first, second = (int(bits or 0) for bits in found.groups())
+            line = lines["two nested passes" if second else "one pass"]
+            line.setdefault(first + second, []).append(row["speedup"]["bf16"])
+    bits = range(1, 9)
+    cells = [[name, *(_range(line.get(n, ())) for n in bits)] for name, line in lines.items()]
+    return markdown_table(["bits, x bf16", *map(str, bits)], cells)
 
 
 def busy(row: dict[str, Any]) -> float:

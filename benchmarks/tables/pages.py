@@ -322,6 +322,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "results:compare-weights": lambda: compare_table("weights"),
     "results:compare-kv": lambda: compare_table("cache"),
     "results:cpu-linear": partial(_timed_table, "cpu-linear", cpu.linear),
+    "results:cpu-scalars": partial(_table_of, "cpu-linear", cpu.scalars),
     "results:cpu-w4a8": partial(_timed_table, "cpu-w4a8", cpu.w4a8),
     "results:cpu-load": partial(_timed_table, "cpu-load", cpu_load.table),
     "results:cpu-attention": cpu_attention_table,

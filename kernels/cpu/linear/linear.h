@@ -104,12 +104,17 @@ struct PassInputs {
   Spread spread;
 };
 
-// sums[m] += factor * (entries of step v, whose codes lie at p) * numbers of input m. x is at step v.
+// exact[m] = (entries of a step, whose codes lie at p) * numbers of input m. x is at the step.
+template <class Codes, int M> inline void multiply_step(const Codes& codes, Place p, const PassInputs& x, Ints (&exact)[M]) {
+  for (int m = 0; m < M; ++m) exact[m] = kLevelBias ? load_ints(x.start + m * x.start_stride) : zero_ints();
+  codes.template dots<M>(p, x.numbers, x.numbers_stride, exact);
+}
+
+// sums[m] += factor * exact[m]. x is at step v.
 template <class Codes, int M, bool OneSpan>
 inline void add_step(const Codes& codes, Place p, const PassInputs& x, int64_t v, Floats (&sums)[M]) {
   Ints exact[M];
-  for (int m = 0; m < M; ++m) exact[m] = kLevelBias ? load_ints(x.start + m * x.start_stride) : zero_ints();
-  codes.template dots<M>(p, x.numbers, x.numbers_stride, exact);
+  multiply_step<Codes, M>(codes, p, x, exact);
   for (int m = 0; m < M; ++m) {
     const float* factor = x.factors + m * x.factors_stride;
     sums[m] = fma(to_floats(exact[m]), OneSpan ? splat(factor[v >> x.shift]) : load(factor, x.spread), sums[m]);
@@ -144,19 +149,25 @@ inline void add_row(const Codes& codes, Place stream, Place tail, int64_t whole,
   }
 }
 
-// Copy the codes of a partial last step: tails[r, stage] = these codes, then zeros. Numbers beyond the row are zero,
-// too. The copy precedes the passes, which keep their tables in registers.
+// True if all steps of rows up to this one may be read where they are: behind a row lie codes of the next one, which
+// numbers of zero are multiplied with. Only the last rows have nothing behind them.
+inline bool is_followed(const LinearCall& call, int64_t row) {
+  const int64_t left = call.w->out - row, steps = call.cut.steps;
+  const int64_t before = (call.w->stages - 1) * call.stream_bytes;  // of the last stage
+  return before + steps * call.step_bytes <= left * call.row_bytes &&
+         steps * (call.tail_bytes - call.step_bytes) <= left * call.second_bytes;
+}
+
+// Copy the codes of a partial last step: tails[r, stage] = these codes, and zeros. The copy precedes the passes, which
+// keep their tables in registers.
 template <class Codes>
 inline void copy_tails(const LinearCall& call, int64_t first, int rows, uint8_t* tails) {
-  const int64_t done = call.whole * call.step_bytes;
-  if (call.whole == call.cut.steps) return;
+  const int64_t done = call.whole * call.step_bytes, second_done = call.whole * (call.tail_bytes - call.step_bytes);
   const int64_t streams = rows * call.w->stages;
   memset(tails, 0, size_t(streams * call.tail_bytes));
   for (int64_t i = 0; i < streams; ++i)
     memcpy(tails + i * call.tail_bytes, row_of(call, first, i).codes + done, size_t(call.stream_bytes - done));
-  if (!Codes::kSecond) return;
-  const int64_t second_done = call.whole * (call.tail_bytes - call.step_bytes);
-  for (int64_t i = 0; i < rows; ++i)
+  for (int64_t i = 0; i < rows && Codes::kSecond; ++i)
     memcpy(tails + i * call.tail_bytes + call.step_bytes, row_of(call, first + i, 0).second + second_done,
            size_t(call.second_bytes - second_done));
 }
@@ -184,9 +195,29 @@ inline void make_factors(const LinearCall& call, int64_t first, int rows, int64_
   }
 }
 
-// M outputs of each of `rows` rows, at most a block, from row `first` and input `input` on.
+// The factors of spans g .. g + kFloats - 1 of a row and the only input, in registers: 0 beyond the last one.
+inline Floats factors_of(const LinearCall& call, int64_t row, int64_t g) {
+  static constexpr float kLane[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const hf_vq_matrix& w = *call.w;
+  const float* inputs = call.x.scale + g;
+  if (w.group >= w.in) return load(inputs);
+  const uint16_t* scale = w.scale + row * call.groups;
+  const int64_t count = call.groups - g;
+  if (w.group == call.cut.span && (w.out - row) * call.groups - g >= kFloats) {
+    const Floats found = load_half(scale + g) * load(inputs);
+    return count >= kFloats ? found : where_less(load(kLane), splat(float(count)), found, splat(0.0f));
+  }
+  alignas(64) float some[kFloats] = {};
+  for (int i = 0; i < kFloats && g + i < call.cut.spans; ++i)
+    some[i] = half_to_float(scale[(g + i) * call.cut.span / w.group]) * inputs[i];
+  return load(some);
+}
+
+// M outputs of each of `rows` rows, at most a block, from row `first` and input `input` on. `readable` steps of each
+// may be read where they are, others are copies.
 template <class Codes, int M, bool OneSpan>
-inline void compute_block(const LinearCall& call, const BlockWork& work, int64_t first, int rows, int64_t input) {
+inline void compute_block(const LinearCall& call, const BlockWork& work, int64_t first, int rows, int64_t input,
+                          int64_t readable) {
   const hf_vq_matrix& w = *call.w;
   const Cut& cut = call.cut;
   const bool grouped = w.group < w.in;
@@ -215,7 +246,7 @@ inline void compute_block(const LinearCall& call, const BlockWork& work, int64_t
     if (Codes::kStepsFirst && call.passes > 1) {
       const Place next_block = row_of(call, first + rows, 0);
       for (int64_t v = pass.first; v < pass.first + pass.steps; ++v) {
-        const bool whole = v < call.whole;
+        const bool whole = v < readable;
         Place p = whole ? codes.after(row_of(call, first, pass.stage), v) : tail(0);
         const int64_t next = whole ? call.row_bytes : w.stages * call.tail_bytes;
         const Place ahead = codes.after(next_block, (pass.stage * cut.steps + v) * rows);
@@ -236,7 +267,7 @@ inline void compute_block(const LinearCall& call, const BlockWork& work, int64_t
         Floats sums[M];
         for (int m = 0; m < M; ++m) sums[m] = splat(0.0f);
         const Place row = row_of(call, first + r, pass.stage);
-        add_row<Codes, M, OneSpan>(codes, row, tail(r), call.whole, pass, x, ahead, sums);
+        add_row<Codes, M, OneSpan>(codes, row, tail(r), readable, pass, x, ahead, sums);
         for (int m = 0; m < M; ++m) total[r][m] = fma(sums[m], unit, total[r][m]);
         x.factors += row_factors;
       }
@@ -254,57 +285,78 @@ inline void compute_block(const LinearCall& call, const BlockWork& work, int64_t
   }
 }
 
+// The only input, for kStreams rows from row `first` on, `count` apart: sums[k] of row first + k count. `across` says
+// which spans the lanes of a step have.
+template <class Codes, bool OneSpan>
+inline void add_streams(const LinearCall& call, const Codes& codes, uint8_t* tails, Spread across, int64_t first,
+                        int64_t count, Floats (&sums)[kStreams]) {
+  const int64_t steps = call.cut.steps;
+  // Steps whose factors fit into a vector.
+  const int64_t at_once = OneSpan ? int64_t(kFloats) << (call.shift < 32 ? call.shift : 32) : kFloats / call.spans;
+  const bool copied = call.whole < steps && !is_followed(call, first + (kStreams - 1) * count);
+  Place stream[kStreams];
+  Floats factors[kStreams], total[kStreams];
+#pragma GCC unroll 4
+  for (int k = 0; k < kStreams; ++k) {
+    if (copied) copy_tails<Codes>(call, first + k * count, 1, tails + k * call.tail_bytes);
+    stream[k] = row_of(call, first + k * count, 0);
+    total[k] = splat(0.0f);
+    __builtin_prefetch(call.w->scale + (first + k * count + kRowsAhead) * call.groups, 0, 1);
+  }
+  PassInputs x{};
+  x.numbers = call.x.numbers;
+  x.start = call.x.start;
+  for (int64_t begin = 0; begin < steps; begin += at_once) {
+    const int64_t end = begin + at_once < steps ? begin + at_once : steps;
+    int span = 0;  // of this step, modulo kFloats
+#pragma GCC unroll 4
+    for (int k = 0; k < kStreams; ++k)
+      factors[k] = factors_of(call, first + k * count, OneSpan ? begin >> call.shift : begin * call.spans);
+    for (int64_t v = begin; v < end; ++v) {
+      if (copied && v == call.whole)
+        for (int k = 0; k < kStreams; ++k) stream[k] = tail_of(call, tails, k);
+      if (OneSpan) span = int((v - begin) >> call.shift);
+#pragma GCC unroll 4
+      for (int k = 0; k < kStreams; ++k) {
+        prefetch<Codes, 2>(stream[k], kStreamAhead);
+        Ints exact[1];
+        multiply_step<Codes, 1>(codes, stream[k], x, exact);
+        total[k] = fma(to_floats(exact[0]), take(factors[k], across, span), total[k]);
+        stream[k] = codes.after(stream[k], 1);
+      }
+      if (!OneSpan) span += call.spans;
+      x = at_step<Codes, true>(x, 1);
+    }
+  }
+#pragma GCC unroll 4
+  for (int k = 0; k < kStreams; ++k) sums[k] = total[k];
+}
+
 // The only input, with `count` rows from each of kStreams places on, which lie `count` rows apart, beginning with
 // row `first`: a processor fetches several streams faster than one, and their rows share what they multiply with.
 template <class Codes, bool OneSpan>
 inline void compute_streams(const LinearCall& call, const BlockWork& work, int64_t first, int64_t count) {
+  constexpr int kRows = 16;  // that are written at once
   const hf_vq_matrix& w = *call.w;
-  const Cut& cut = call.cut;
-  const bool grouped = w.group < w.in;
   const Codes codes(work.tables, w);
-  PassInputs from{};
-  from.numbers = call.x.numbers;
-  from.start = call.x.start;
-  from.factors = call.x.scale;
-  from.shift = call.shift;
-  from.spans = call.spans;
-  from.spread = spread(OneSpan ? 1 : call.spans);
-  for (int64_t row = first; row < first + count; ++row) {
-    Place stream[kStreams];
-    const float* factors[kStreams];
-    Floats sums[kStreams];
-    for (int k = 0; k < kStreams; ++k) {
-      float* own = work.factors + k * cut.scales;
-      if (grouped) make_factors(call, row + k * count, 1, 0, 1, own);
-      copy_tails<Codes>(call, row + k * count, 1, work.tails + k * call.tail_bytes);
-      stream[k] = row_of(call, row + k * count, 0);
-      factors[k] = grouped ? own : from.factors;
-      sums[k] = splat(0.0f);
-    }
-    PassInputs x = from;
-    int64_t v = 0, end = call.whole < cut.steps ? call.whole : cut.steps;
-    for (int part = 0; part < 2; ++part) {
-      for (; v < end; ++v) {
-        for (int k = 0; k < kStreams; ++k) {
-          prefetch<Codes, 2>(stream[k], kStreamAhead);
-          x.factors = factors[k];
-          Floats sum[1] = {sums[k]};
-          add_step<Codes, 1, OneSpan>(codes, stream[k], x, v, sum);
-          sums[k] = sum[0];
-          stream[k] = codes.after(stream[k], 1);
-          if (!OneSpan) factors[k] += x.spans;
-        }
-        x = at_step<Codes, OneSpan>(x, 1);
-      }
-      for (int k = 0; k < kStreams; ++k) stream[k] = tail_of(call, work.tails, k);
-      end = cut.steps;
+  const Spread across = spread(OneSpan ? 1 : call.spans);
+  const Floats unit = splat(work.units[0]);
+  for (int64_t row = 0; row < count; row += kRows) {
+    const int rows = count - row < kRows ? int(count - row) : kRows;
+    float y[kStreams][kRows];
+    for (int r = 0; r < rows; ++r) {
+      Floats sums[kStreams];
+      add_streams<Codes, OneSpan>(call, codes, work.tails, across, first + row + r, count, sums);
+#pragma GCC unroll 4
+      for (int k = 0; k < kStreams; ++k) y[k][r] = sum(sums[k] * unit);
     }
     for (int k = 0; k < kStreams; ++k) {
-      const int64_t o = row + k * count;
-      float y = sum(sums[k] * splat(work.units[0]));
-      if (!grouped) y *= half_to_float(w.scale[o]);
-      if (call.bias != nullptr) y += read_float(call.bias, call.bias_dtype, o);
-      write_floats(call.y, call.dtype, o, 1, &y);
+      const int64_t o = first + row + k * count;
+      if (w.group >= w.in)
+        for (int r = 0; r < rows; ++r) y[k][r] *= half_to_float(w.scale[o + r]);
+      if (call.bias != nullptr)
+        for (int r = 0; r < rows; ++r) y[k][r] += read_float(call.bias, call.bias_dtype, o + r);
+      write_floats(call.y, call.dtype, o, rows, y[k]);
     }
   }
 }
@@ -319,10 +371,12 @@ inline void compute_rows(const LinearCall& call, const BlockWork& work, int64_t 
   }
   for (; first < last; first += Codes::kBlock) {
     const int rows = last - first < Codes::kBlock ? int(last - first) : Codes::kBlock;
-    copy_tails<Codes>(call, first, rows, work.tails);
+    const bool copied = call.whole < call.cut.steps && !is_followed(call, first + rows - 1);
+    if (copied) copy_tails<Codes>(call, first, rows, work.tails);
+    const int64_t readable = copied ? call.whole : call.cut.steps;
     int64_t m = 0;
-    for (; m + 1 < call.inputs; m += kInputs) compute_block<Codes, kInputs, OneSpan>(call, work, first, rows, m);
-    if (m < call.inputs) compute_block<Codes, 1, OneSpan>(call, work, first, rows, m);
+    for (; m + 1 < call.inputs; m += kInputs) compute_block<Codes, kInputs, OneSpan>(call, work, first, rows, m, readable);
+    if (m < call.inputs) compute_block<Codes, 1, OneSpan>(call, work, first, rows, m, readable);
   }
 }
 

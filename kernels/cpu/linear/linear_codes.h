@@ -106,8 +106,8 @@ struct TableCodes : FixedSteps<kBytes * Bits / (Bits == 4 ? 4 : 8)> {
     if constexpr (Bits == 6) code[0] = load_codes(p.codes, packed);
     if constexpr (Bits == 4) {
       const Bytes both = load_bytes(p.codes);
-      code[0] = low_nibbles(both);
-      code[1] = high_nibbles(both);
+      code[0] = low_codes(both);
+      code[1] = high_codes(both);
     }
     for (int part = 0; part < kParts; ++part) {
       Bytes entry[X];

@@ -244,6 +244,9 @@ inline Spread spread(int count) {
   return {_mm256_srli_epi32(_mm256_mullo_epi32(lane, _mm256_set1_epi32(count)), 3)};
 }
 inline Floats load(const float* p, Spread s) { return {_mm256_permutevar8x32_ps(_mm256_loadu_ps(p), s.lane)}; }
+inline Floats take(Floats a, Spread s, int first) {
+  return {_mm256_permutevar8x32_ps(a.v, _mm256_add_epi32(s.lane, _mm256_set1_epi32(first)))};
+}
 inline Floats operator+(Floats a, Floats b) { return {_mm256_add_ps(a.v, b.v)}; }
 inline Floats operator-(Floats a, Floats b) { return {_mm256_sub_ps(a.v, b.v)}; }
 inline Floats operator*(Floats a, Floats b) { return {_mm256_mul_ps(a.v, b.v)}; }

@@ -245,6 +245,9 @@ inline Spread spread(int count) {
   return {_mm512_srli_epi32(_mm512_mullo_epi32(lane, _mm512_set1_epi32(count)), 4)};
 }
 inline Floats load(const float* p, Spread s) { return {_mm512_permutexvar_ps(s.lane, _mm512_loadu_ps(p))}; }
+inline Floats take(Floats a, Spread s, int first) {
+  return {_mm512_permutexvar_ps(_mm512_add_epi32(s.lane, _mm512_set1_epi32(first)), a.v)};
+}
 inline Floats operator+(Floats a, Floats b) { return {_mm512_add_ps(a.v, b.v)}; }
 inline Floats operator-(Floats a, Floats b) { return {_mm512_sub_ps(a.v, b.v)}; }
 inline Floats operator*(Floats a, Floats b) { return {_mm512_mul_ps(a.v, b.v)}; }

@@ -210,6 +210,10 @@ inline Spread spread(int count) {
 inline Floats load(const float* p, Spread s) {
   return {vreinterpretq_f32_u8(vqtbl1q_u8(vreinterpretq_u8_f32(vld1q_f32(p)), s.bytes))};
 }
+inline Floats take(Floats a, Spread s, int first) {
+  const uint8x16_t bytes = vaddq_u8(s.bytes, vdupq_n_u8(uint8_t(4 * first)));
+  return {vreinterpretq_f32_u8(vqtbl1q_u8(vreinterpretq_u8_f32(a.v), bytes))};
+}
 inline Floats operator+(Floats a, Floats b) { return {vaddq_f32(a.v, b.v)}; }
 inline Floats operator-(Floats a, Floats b) { return {vsubq_f32(a.v, b.v)}; }
 inline Floats operator*(Floats a, Floats b) { return {vmulq_f32(a.v, b.v)}; }

@@ -220,6 +220,12 @@ inline Floats load(const float* p, Spread s) {
   for (int i = 0; i < kFloats; ++i) r.v[i] = p[i * s.count / kFloats];
   return r;
 }
+// Lane i: number first + i * count / kFloats of a, which it has.
+inline Floats take(Floats a, Spread s, int first) {
+  Floats r;
+  for (int i = 0; i < kFloats; ++i) r.v[i] = a.v[first + i * s.count / kFloats];
+  return r;
+}
 inline Floats operator+(Floats a, Floats b) { for (int i = 0; i < kFloats; ++i) a.v[i] += b.v[i]; return a; }
 inline Floats operator-(Floats a, Floats b) { for (int i = 0; i < kFloats; ++i) a.v[i] -= b.v[i]; return a; }
 inline Floats operator*(Floats a, Floats b) { for (int i = 0; i < kFloats; ++i) a.v[i] *= b.v[i]; return a; }

@@ -147,8 +147,12 @@ def test_cpu_w4a8(monkeypatch):
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # by the package aqlm
 def test_cpu_linear():
     _, results = cpu_linear.run(
-        schemes=("vq-4", "aqlm-2"), shapes=((256, 256),), rounds=1, threads=(1,)
-    )
+        schemes=("vq-4", "aqlm-2", "turboquant-3", "turboquant-2+1", "turboquant-1+2"),
+        shapes=((256, 256),), rounds=1, threads=(1,),
+    )  # fmt: skip
+    scalars = cpu_tables.scalars(results["rows"]).splitlines()
+    assert [len(cell) > 1 for cell in scalars[2].split("|")[2:-1]].count(True) == 8
+    results["rows"] = [row for row in results["rows"] if "turboquant" not in row["name"]]
     rows = {row["name"]: row for row in results["rows"]}
     peers = {"int4", "bf16", "fp32", "arithmetic"}
     assert set(rows) - {"read", "aqlm"} == {"vq-4", "aqlm-2"} | peers
