@@ -45,7 +45,7 @@ def input_gradient(grad: Tensor, weight: StoredWeight) -> Tensor:
     library = native.load()
     assert library is not None
     (_, _, _, rotation), _, scheme, in_features = weight
-    stored = matrices.described(weight)
+    stored = matrices.matrix(weight)
     stored.signs = stored.diagonal = None
     x = _multiply_transposed(library, stored, grad.reshape(-1, stored.out))
     if scheme.rotation != "none":  # a Hadamard transform is its own inverse

@@ -21,7 +21,7 @@ from ...formats.stored_weight import StoredWeight
 from ...ops.library import linear_problem
 from . import boxed_ops, decoded
 from . import library as native
-from .matrices import decodable, described, matrix, numbers_of, supports
+from .matrices import decodable, has_kernel, matrix, numbers_of, supports
 
 # Up to here the kernel multiplies with codes, by instruction set.
 FEW_TOKENS = {"zen4": 128, "avx512": 128}
@@ -46,7 +46,7 @@ def linear(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> Tensor:
     """
     library = native.load()
     assert library is not None
-    stored = described(weight)
+    stored = matrix(weight)
     x, shape, scheme = x.contiguous(), x.shape, weight.scheme
     in_features, out_features = stored.in_features, stored.out
     tokens = x.numel() // in_features
@@ -80,7 +80,7 @@ def bind(problem: dispatch.LinearProblem) -> dispatch.Bound | None:
         op is None
         or not few
         or scheme.two_passes
-        or not matrix(scheme, problem.out_features, problem.in_features).has_kernel
+        or not has_kernel(scheme, problem.out_features, problem.in_features)
     ):
         return None
     numbers = torch.tensor(numbers_of(scheme, problem.in_features), dtype=torch.int32, device="cpu")
@@ -134,7 +134,7 @@ def _multiplies_tiles() -> bool:
 def decode(weight: StoredWeight) -> Tensor:
     """The stored rows, rotated back (`ops.reference.decode`): [..., length] float32."""
     (codes, _, _, rotation), _, scheme, length = weight
-    stored = described(weight)
+    stored = matrix(weight)
     stored.signs = stored.diagonal = None
     count = stored.out
     rows = torch.empty((*codes.shape[:-1], length), dtype=torch.float32)
@@ -158,7 +158,7 @@ def decode(weight: StoredWeight) -> Tensor:
 def note(problem: dispatch.LinearProblem) -> str | None:
     """What to say of codes that take longer than a dense weight."""
     scheme = VQScheme.parse(problem.scheme)
-    if not matrix(scheme, problem.out_features, problem.in_features).has_kernel:
+    if not has_kernel(scheme, problem.out_features, problem.in_features):
         return (
             f"{scheme.notation()} has no kernel that multiplies with codes: its rows are decoded "
             "at every call"
@@ -176,8 +176,8 @@ def note(problem: dispatch.LinearProblem) -> str | None:
 def is_slow(problem: dispatch.LinearProblem) -> bool:
     """True if no kernel multiplies with the codes, or one that takes longer than a dense weight."""
     scheme = VQScheme.parse(problem.scheme)
-    stored = matrix(scheme, problem.out_features, problem.in_features)
-    return not stored.has_kernel or _looks_up_slowly(scheme)
+    known = has_kernel(scheme, problem.out_features, problem.in_features)
+    return not known or _looks_up_slowly(scheme)
 
 
 def _looks_up_slowly(scheme: VQScheme) -> bool:

@@ -42,38 +42,25 @@ class Matrix(ctypes.Structure):
         ("second_bits", ctypes.c_int32),
     ]
     has_kernel: bool  # whether hf_vq_linear multiplies with it; hf_vq_decode decodes any
-    kept: tuple[Tensor | None, ...]  # what lies at the addresses, of `described`
+    kept: tuple[Tensor | None, ...]  # what lies at the addresses
 
 
-def matrix(
-    scheme: VQScheme,
-    out_features: int,
-    in_features: int,
-    codes: int | None = None,
-    codebook: int | None = None,
-    scale: int | None = None,
-    rotation: int | None = None,
-    second: int | None = None,
-) -> Matrix:
-    """The description of a matrix whose tensors lie at these addresses; `second` are the codes of
-    a nested second pass, whose codebook is that of both."""
-    numbers, has_kernel = _shape(scheme.key, out_features, in_features)
-    turned = (None, rotation) if scheme.is_scaled else (rotation, None)
-    described = Matrix(codes, second, codebook, scale, *turned, out_features, in_features, *numbers)
-    described.has_kernel = has_kernel
-    return described
+def has_kernel(scheme: VQScheme, out_features: int, in_features: int) -> bool:
+    """Whether the library multiplies with the codes of such a matrix. It decodes any."""
+    return _shape(scheme.key, out_features, in_features)[1]
 
 
-def described(weight: StoredWeight) -> Matrix:
+def matrix(weight: StoredWeight) -> Matrix:
     """A weight as the library takes it. Rows may have several leading dimensions. Without its
     second codes, a weight of nested passes is the first one."""
     (codes, codebook, scale, rotation), residual, scheme, in_features = weight
     second = None
     if residual is not None:
         second, codebook = residual.codes, residual.codebook
-    elif scheme.two_passes:
+    elif scheme.stages != "independent":
         scheme = _first_pass(scheme.key)
-    turned_by = _HALF if scheme.is_scaled else torch.uint8
+    is_scaled = scheme.is_scaled
+    turned_by = _HALF if is_scaled else torch.uint8
     if not (
         codes.is_contiguous() and codebook.is_contiguous() and codebook.dtype is _HALF
         and scale.is_contiguous() and scale.dtype is _HALF
@@ -83,12 +70,15 @@ def described(weight: StoredWeight) -> Matrix:
         codes, codebook, scale = codes.contiguous(), half(codebook), half(scale)
         rotation = None if rotation is None else rotation.to(turned_by).contiguous()
         second = None if second is None else second.contiguous()
-    found = matrix(
-        scheme, math.prod(codes.shape[:-1]), in_features, codes.data_ptr(), codebook.data_ptr(),
-        scale.data_ptr(), None if rotation is None else rotation.data_ptr(),
-        None if second is None else second.data_ptr(),
+    rows = math.prod(codes.shape[:-1])
+    numbers, known = _shape(scheme.key, rows, in_features)
+    turned = None if rotation is None else rotation.data_ptr()
+    found = Matrix(
+        codes.data_ptr(), None if second is None else second.data_ptr(), codebook.data_ptr(),
+        scale.data_ptr(), None if is_scaled else turned, turned if is_scaled else None,
+        rows, in_features, *numbers,
     )  # fmt: skip
-    found.kept = codes, codebook, scale, rotation, second
+    found.has_kernel, found.kept = known, (codes, codebook, scale, rotation, second)
     return found
 
 

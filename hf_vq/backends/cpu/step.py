@@ -33,7 +33,7 @@ from ...ops.program import (
 )
 from . import kv
 from . import library as native
-from .matrices import described
+from .matrices import matrix
 
 OPERAND = Packed([("data", POINTER), ("stride.0 stride.1 stride.2", INT64), ("dtype", INT32)])
 INSTRUCTION = Packed([
@@ -150,7 +150,7 @@ class CompiledStep:
             return ctypes.addressof(self._layers[detail.layer])
         made: Any
         if isinstance(detail, StoredWeight):
-            made = described(detail)
+            made = matrix(detail)
             if not made.has_kernel:
                 name = detail.scheme.notation()
                 raise VQBackendError(f"{name} has no kernel that multiplies with it")

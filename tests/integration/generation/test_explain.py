@@ -65,6 +65,7 @@ def test_layers_that_are_not_coded_ask_nothing():
 
 
 DECODED = "vq4x5r1-tensor-g0-none"  # no kernel of a CPU multiplies with its codes
+ADDED = "vq1x4+2r2-universal-g128-hadamard128-shared"  # two products
 
 
 def quantized(scheme):
@@ -139,7 +140,7 @@ def test_a_sentence_of_a_layer_is_about_this_machine(monkeypatch):
     assert f"runs 0 (linear, {DECODED}, 256 x 256); " in said[2]
     assert all("cuda" not in line and "xpu" not in line for line in said[2:])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert "cuda.linear does not: tensor is on cpu" in str(explain(quantized(DECODED)))
+    assert "cuda.linear does not: tensor is on cpu" in str(explain(quantized(ADDED)))
     if library.load() is not None:
         monkeypatch.undo()
         said = str(explain(quantized("turboquant-4"))).splitlines()

@@ -208,8 +208,8 @@ def test_what_it_does_not_take_goes_to_the_table(change):
     assert torch.equal(y, by(x, StoredWeight.of(tensors, scheme, x.shape[-1]), None))
 
 
-@pytest.mark.parametrize("name", ["turboquant-7", "turboquant-4+4"])
-def test_codes_without_a_kernel_have_no_shorter_way(name):
+@pytest.mark.parametrize("name", ["vq4x5r1-tensor-g0-none", "turboquant-4+4"])
+def test_codes_without_a_shorter_way(name):
     scheme, tensors = stored(name)
     x = torch.randn(1, 256)
     assert dispatch.bind(linear_problem("linear", x, scheme.spec(), 24)) is None

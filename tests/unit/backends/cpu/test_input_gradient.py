@@ -5,7 +5,6 @@ import torch
 
 from hf_vq import dispatch, ops
 from hf_vq.backends.cpu import decoded, library
-from hf_vq.formats import weight_scheme
 from hf_vq.formats.stored_weight import StoredWeight, flat
 from hf_vq.ops.reference import codes as reference
 from tests.unit.backends.cpu.test_linear import isa, stored  # noqa: F401
@@ -14,8 +13,9 @@ pytestmark = pytest.mark.skipif(library.load() is None, reason=library.why_not()
 EPS = torch.finfo(torch.float32).eps
 NAMES = [
     "vq-4", "vq-2", "turboquant-4", "turboquant-7", "quip-sharp-4", "aqlm-3", "gptvq-2",
-    "vq-4-scaled", "quip-sharp-2-scaled", "vq4x8r2-tensor-g32-none",
-    "vq2x8r1-universal-g16-hadamard64", "vq4x8r1-universal-g512-scaled_hadamard0",
+    "vq-4-scaled", "quip-sharp-2-scaled", "turboquant-4+4", "turboquant-1+2-scaled",
+    "vq4x8r2-tensor-g32-none", "vq2x8r1-universal-g16-hadamard64",
+    "vq4x8r1-universal-g512-scaled_hadamard0",
 ]  # fmt: skip
 
 
@@ -79,10 +79,13 @@ def test_codes_and_scales_of_other_memory():
     assert torch.equal(decoded.input_gradient(grad, StoredWeight.of(other, scheme, 256)), wanted)
 
 
-def test_two_passes_are_for_the_reference():
-    spec = weight_scheme("turboquant-4+4").spec()
+@pytest.mark.parametrize(
+    ("stages", "name"), [("nested", "cpu.input_gradient"), ("shared", "reference")]
+)
+def test_passes_that_add_up_are_for_the_reference(stages, name):
+    spec = f"vq1x4+4r2-universal-g128-hadamard128-{stages}"
     problem = dispatch.InputGradientProblem("cpu", "float32", spec, 4, 24, 256)
-    assert dispatch.select(problem).name == "reference"
+    assert dispatch.select(problem).name == name
 
 
 def test_autocast_does_not_lower_it():

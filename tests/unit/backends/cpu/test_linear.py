@@ -17,7 +17,7 @@ import torch
 from hf_vq import dispatch, ops
 from hf_vq.backends.cpu import decoded, library
 from hf_vq.backends.cpu import linear as cpu_linear
-from hf_vq.backends.cpu.matrices import described
+from hf_vq.backends.cpu.matrices import matrix
 from hf_vq.env import CPU_ISA
 from hf_vq.fit import fixed_tensors
 from hf_vq.formats import VQScheme, weight_scheme
@@ -92,7 +92,7 @@ def stored(name, out_features, in_features):
 
 
 def description(scheme, tensors, in_features):
-    return described(StoredWeight.of(tensors, scheme, in_features))
+    return matrix(StoredWeight.of(tensors, scheme, in_features))
 
 
 def book_of(scheme):
