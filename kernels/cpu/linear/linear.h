@@ -27,7 +27,7 @@ namespace {
 constexpr int kInputs = 4;            // inputs that one decoded vector is multiplied with
 constexpr int64_t kAhead = 8192;      // bytes between a read and its prefetch
 constexpr int64_t kRowsAhead = 16;    // rows between a read of scales and its prefetch
-constexpr int64_t kStreamAhead = 2048;  // into the second cache: the first, with inputs in it, is small
+constexpr int64_t kStreamAhead = 4096;  // into the second cache: the first, with inputs in it, is small
 constexpr int64_t kPiece = 64 << 10;  // bytes of codes worth a thread
 
 // Steps first..first + steps - 1 of the stream of one stage, with one set of tables.
