@@ -35,9 +35,8 @@ NAMED = (
     "vq-4", "turboquant-4", "vq-3", "vq-2", "gptvq-2", "aqlm-2", "aqlm-3",
     "quip-sharp-2", "quip-sharp-4",
 )  # fmt: skip
-SCHEMES = (
-    *NAMED, *(name for name in WEIGHT_SCHEMES if name.startswith("turboquant-") and name not in NAMED)
-)
+SCALAR = [name for name in WEIGHT_SCHEMES if name.startswith("turboquant-")]
+SCHEMES = (*NAMED, *(name for name in SCALAR if name not in NAMED))
 SHAPES = ((4096, 4096), (11008, 4096), (4096, 11008))  # out_features, in_features
 INT4_GROUP = 128
 UNTIMED = 1  # calls before one that is timed

@@ -20,7 +20,7 @@ from .kv_side import LOOKED_AT, SideBuffers
 from .layer import LayerOptions, VQCacheLayer
 from .prompt import Prompt
 
-_MORE = 64  # tokens that a memory of floats has room for; of a window, or a quarter of what it holds
+_MORE = 64  # tokens that a memory of floats has room for; of a window at least
 _ALL = 1 << 40  # floats that a query of a window reads: no token becomes a code
 
 
