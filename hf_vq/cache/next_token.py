@@ -20,7 +20,7 @@ from .kv_side import LOOKED_AT, SideBuffers
 from .layer import LayerOptions, VQCacheLayer
 from .prompt import Prompt
 
-_MORE = 64  # tokens that a memory of floats has room for; of a window at least
+_MORE = 64  # tokens that memory of floats has room for, at least
 _ALL = 1 << 40  # floats that a query of a window reads: no token becomes a code
 
 
@@ -110,7 +110,7 @@ def _ready(layer: VQCacheLayer) -> bool:
     for side in (layer.k, layer.v):
         tail, codes = side.tail, side.codes
         if tail.end + 1 > tail.data.shape[2] or tail.data.is_inference():
-            tail._move(len(tail) + _MORE)  # a layer that is bound anew takes as long as a matrix
+            tail._move(len(tail) + _MORE)  # binding a layer again takes as long as a product
         if leaving > 0 and (codes.end + 1 > codes.scale.shape[2] or codes.data.is_inference()):
             codes.reserve(1)
     return layer.k.tail.begin == layer.v.tail.begin

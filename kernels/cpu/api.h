@@ -50,9 +50,9 @@ enum hf_vq_scope { HF_VQ_SHARED = 0, HF_VQ_TILE = 1, HF_VQ_E8P = 2 };
 // A stored matrix W [out, in] as hf_vq/formats/tensors.py describes it; rows of codes are canonical.
 typedef struct hf_vq_matrix {
   const uint8_t* codes;      // [out, bytes of a row]; the streams of residual stages side by side
-  const uint8_t* second;     // of nested passes: [out, in * second_bits / 8], codes of the second one; else NULL
-  const uint16_t* codebook;  // fp16 [stages, 2^bits, x]; e8p [stages, 257, 8]; tile [.., .., 2^bits, x]; nested, of both
-                             // codes of a weight: [2^(bits + second_bits)] at first << second_bits | second
+  const uint8_t* second;     // of nested passes: [out, bytes of a row], codes of the second one; else NULL
+  const uint16_t* codebook;  // fp16 [stages, 2^bits, x]; e8p [stages, 257, 8]; tile [.., .., 2^bits, x]; nested
+                             // [2^(bits + second_bits)], at first << second_bits | second
   const uint16_t* scale;     // fp16 [out, in / group]
   const uint8_t* signs;      // bit i: input i is negated before the rotation; NULL = none is
   const uint16_t* diagonal;  // fp16 [in]: what inputs are multiplied by instead of signs; NULL = by none

@@ -176,8 +176,8 @@ def note(problem: dispatch.LinearProblem) -> str | None:
 def is_slow(problem: dispatch.LinearProblem) -> bool:
     """True if no kernel multiplies with the codes, or one that takes longer than a dense weight."""
     scheme = VQScheme.parse(problem.scheme)
-    known = has_kernel(scheme, problem.out_features, problem.in_features)
-    return not known or _looks_up_slowly(scheme)
+    multiplied = has_kernel(scheme, problem.out_features, problem.in_features)
+    return not multiplied or _looks_up_slowly(scheme)
 
 
 def _looks_up_slowly(scheme: VQScheme) -> bool:

@@ -71,14 +71,14 @@ def matrix(weight: StoredWeight) -> Matrix:
         rotation = None if rotation is None else rotation.to(turned_by).contiguous()
         second = None if second is None else second.contiguous()
     rows = math.prod(codes.shape[:-1])
-    numbers, known = _shape(scheme.key, rows, in_features)
+    numbers, multiplied = _shape(scheme.key, rows, in_features)
     turned = None if rotation is None else rotation.data_ptr()
     found = Matrix(
         codes.data_ptr(), None if second is None else second.data_ptr(), codebook.data_ptr(),
         scale.data_ptr(), None if is_scaled else turned, turned if is_scaled else None,
         rows, in_features, *numbers,
     )  # fmt: skip
-    found.has_kernel, found.kept = known, (codes, codebook, scale, rotation, second)
+    found.has_kernel, found.kept = multiplied, (codes, codebook, scale, rotation, second)
     return found
 
 

@@ -3,6 +3,9 @@
 #include <cstdlib>
 #include <cstring>
 
+#if defined(_WIN32)
+#include <malloc.h>
+#endif
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
@@ -12,7 +15,6 @@
 #endif
 
 #include "../kernels.h"
-#include "../primitives/scratch.h"
 #include "threads.h"
 
 namespace hf_vq {
@@ -68,6 +70,15 @@ using ParallelFor = int32_t (*)(int64_t, int64_t, int64_t, Range, void*);
 using NumThreads = int32_t (*)(uint32_t*);
 ParallelFor torch_parallel_for = nullptr;
 NumThreads torch_num_threads = nullptr;
+
+// Windows has no aligned_alloc, and frees such memory by another function.
+#if defined(_WIN32)
+void* allocate_aligned(size_t alignment, size_t bytes) { return _aligned_malloc(bytes, alignment); }
+void free_aligned(void* memory) { _aligned_free(memory); }
+#else
+void* allocate_aligned(size_t alignment, size_t bytes) { return aligned_alloc(alignment, bytes); }
+void free_aligned(void* memory) { free(memory); }
+#endif
 
 constexpr int64_t kHugePage = 2 << 20;
 int64_t whole_pages(int64_t bytes) { return (bytes + kHugePage - 1) / kHugePage * kHugePage; }

@@ -3,10 +3,11 @@
 //
 // A thread owns adjacent rows of W, whose canonical codes are contiguous bytes. A step decodes 16 to 64 codes in
 // registers (linear_codes.h, linear_packed.h, linear_e8p.h, linear_words.h) and multiplies the entries by up to four
-// inputs. The sums of a step are exact in 32 bits; they are scaled and added as floats, one lane for 4 codes.
+// inputs. The sums of a step are exact in 32 bits; they are scaled and added as floats, one lane for 4 codes or 8.
 //
 // A row may take several passes: one per residual codebook, one per half of an 8-vector, one per tile. Each pass
-// keeps its tables in registers or L1 for a block of rows, and processes the rows in order, step by step. The codes that come next are prefetched in memory order.
+// keeps its tables in registers or L1 for a block of rows, and processes the rows in order, step by step. The codes
+// that come next are prefetched in memory order.
 //
 // Bytes: codes once. Bottleneck: memory for one input; there, a thread reads four rows from four places
 // (compute_streams), since more streams hide more latency.
@@ -27,7 +28,7 @@ namespace {
 constexpr int kInputs = 4;            // inputs that one decoded vector is multiplied with
 constexpr int64_t kAhead = 8192;      // bytes between a read and its prefetch
 constexpr int64_t kRowsAhead = 16;    // rows between a read of scales and its prefetch
-constexpr int64_t kStreamAhead = 4096;  // into the second cache: the first, with inputs in it, is small
+constexpr int64_t kStreamAhead = 4096;  // into L2: L1, which has the inputs, is small
 constexpr int64_t kPiece = 64 << 10;  // bytes of codes worth a thread
 
 // Steps first..first + steps - 1 of the stream of one stage, with one set of tables.
@@ -105,7 +106,8 @@ struct PassInputs {
 };
 
 // exact[m] = (entries of a step, whose codes lie at p) * numbers of input m. x is at the step.
-template <class Codes, int M> inline void multiply_step(const Codes& codes, Place p, const PassInputs& x, Ints (&exact)[M]) {
+template <class Codes, int M>
+inline void multiply_step(const Codes& codes, Place p, const PassInputs& x, Ints (&exact)[M]) {
   for (int m = 0; m < M; ++m) exact[m] = kLevelBias ? load_ints(x.start + m * x.start_stride) : zero_ints();
   codes.template dots<M>(p, x.numbers, x.numbers_stride, exact);
 }
@@ -375,7 +377,8 @@ inline void compute_rows(const LinearCall& call, const BlockWork& work, int64_t 
     if (copied) copy_tails<Codes>(call, first, rows, work.tails);
     const int64_t readable = copied ? call.whole : call.cut.steps;
     int64_t m = 0;
-    for (; m + 1 < call.inputs; m += kInputs) compute_block<Codes, kInputs, OneSpan>(call, work, first, rows, m, readable);
+    for (; m + 1 < call.inputs; m += kInputs)
+      compute_block<Codes, kInputs, OneSpan>(call, work, first, rows, m, readable);
     if (m < call.inputs) compute_block<Codes, 1, OneSpan>(call, work, first, rows, m, readable);
   }
 }
@@ -491,7 +494,7 @@ inline int compute(const hf_vq_matrix& w, const void* x, int dtype, int64_t rows
 
   PrepareCall prepare{&call, x};
   parallel_for(rows, 1, run_prepare<Codes>, &prepare);
-  const int64_t blocks = divide_up(kPiece, call.row_bytes * Codes::kBlock);
+  const int64_t blocks = divide_up(kPiece, (call.row_bytes + call.second_bytes) * Codes::kBlock);
   if (call.status == HF_VQ_OK) parallel_for(w.out, blocks * Codes::kBlock, run_rows<Codes>, &call);
   return call.status;
 }

@@ -3,8 +3,8 @@
 //
 //     W[o, :] = scale[o, g] * concat_j( sum_z codebook[z][ code[o, j, z] ] )        still rotated
 //
-// All schemes with independent codebooks, and nested passes. A thread owns adjacent rows. Entries are copied from float tables, which for
-// 256 entries fit into L1. 4-bit codes are decoded in pairs: one byte indexes a table of entry pairs.
+// All schemes with independent codebooks, and nested passes. A thread owns adjacent rows. Entries are copied from
+// float tables, which for 256 entries fit into L1. 4-bit codes are decoded in pairs: a byte indexes a table of pairs.
 //
 // Bytes: 4 per weight written. Bottleneck: stores.
 #pragma once
@@ -67,7 +67,8 @@ constexpr int kE8PSigns = 256 * 8, kE8PParity = 2 * 256 * 8, kE8PShift = kE8PPar
 
 inline Decoding decoding_of(const hf_vq_matrix& w) {
   if (w.scope == HF_VQ_E8P) return {8, 16, 257, kE8PShift + 1};
-  if (w.second_bits != 0) return {1, w.bits, int64_t(1) << (w.bits + w.second_bits), int64_t(1) << (w.bits + w.second_bits)};
+  const int64_t both = int64_t(1) << (w.bits + w.second_bits);  // entries of nested passes
+  if (w.second_bits != 0) return {1, w.bits, both, both};
   if (w.scope == HF_VQ_SHARED && w.bits == 4 && w.in / w.x % 2 == 0) return {2 * w.x, 8, 16, 256 * 2 * w.x};
   return {w.x, w.bits, int64_t(1) << w.bits, int64_t(w.x) << w.bits};
 }

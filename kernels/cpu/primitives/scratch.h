@@ -4,24 +4,12 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
-#if defined(_WIN32)
-#include <malloc.h>
-#endif
 
 namespace hf_vq {
 namespace {
 
-// Windows has no aligned_alloc, and frees such memory by another function.
-#if defined(_WIN32)
-inline void* allocate_aligned(size_t alignment, size_t bytes) { return _aligned_malloc(bytes, alignment); }
-inline void free_aligned(void* memory) { _aligned_free(memory); }
-#else
-inline void* allocate_aligned(size_t alignment, size_t bytes) { return aligned_alloc(alignment, bytes); }
-inline void free_aligned(void* memory) { free(memory); }
-#endif
-
-// `count` numbers, uninitialised, on a cache line; freed at the end of its scope. malloc takes less time than
-// aligned_alloc.
+// `count` numbers, uninitialised, on a cache line, and a line behind the last that may be read; freed at the end of its
+// scope. malloc takes less time than aligned_alloc.
 template <typename T> class Scratch {
  public:
   explicit Scratch(size_t count) : memory_(malloc(count * sizeof(T) + 2 * kLine)) {

@@ -175,7 +175,8 @@ template <int E, int X> inline void lookup(const Codebook<E, X>& book, Bytes cod
     for (int c = 0; c < X; ++c) entry[c].v = _mm256_shuffle_epi8(book.table[c], code.v);
   } else {
     const __m256i low = low_nibbles(code).v;
-    const __m256i bit[4] = {_mm256_slli_epi16(code.v, 3), _mm256_slli_epi16(code.v, 2), _mm256_slli_epi16(code.v, 1), code.v};
+    const __m256i bit[4] = {_mm256_slli_epi16(code.v, 3), _mm256_slli_epi16(code.v, 2),
+                            _mm256_slli_epi16(code.v, 1), code.v};
     for (int c = 0; c < X; ++c) entry[c].v = entries_of<E>(book.table + c * E, low, bit);
   }
 }

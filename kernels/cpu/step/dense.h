@@ -32,7 +32,8 @@ inline void put(const DenseCall& call, int64_t row, float sum) {
 }
 
 // Rows `row`, row + apart, .. of W: a processor fetches several streams faster than one.
-template <int Rows> inline void multiply_int8(const DenseCall& call, Ints start_high, Ints start_low, int64_t row, int64_t apart) {
+template <int Rows>
+inline void multiply_int8(const DenseCall& call, Ints start_high, Ints start_low, int64_t row, int64_t apart) {
   const hf_vq_dense& w = *call.w;
   const Bytes bias = splat_byte(kLevelBias);
   const uint8_t* codes[Rows];

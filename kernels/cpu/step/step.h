@@ -26,7 +26,8 @@ inline bool is_product(const hf_vq_instruction& p, int64_t out) {
 inline int codes_fit(const hf_vq_instruction& p) {
   const hf_vq_matrix& w = *static_cast<const hf_vq_matrix*>(p.detail);
   const bool bias = p.c.data == nullptr || p.c.stride[2] == 1;
-  if (!is_product(p, w.out) || !bias || w.codes == nullptr || w.codebook == nullptr) return HF_VQ_UNSUPPORTED;
+  const bool there = w.codes != nullptr && w.codebook != nullptr && (w.second_bits == 0 || w.second != nullptr);
+  if (!is_product(p, w.out) || !bias || !there) return HF_VQ_UNSUPPORTED;
   return linear_supports(&w);
 }
 

@@ -24,6 +24,8 @@ import hf_vq
 from hf_vq import VQCache, VQConfig
 from hf_vq.backends.cpu import library
 from hf_vq.hf.step import run, snapshot, why_not
+from hf_vq.nn.linear import VQLinear
+from hf_vq.nn.residual_offload import SecondPass
 from tests.fixtures.native_steps import (
     both,
     generate,
@@ -63,6 +65,10 @@ def test_second_passes_that_are_placed_elsewhere_are_seen(steps, monkeypatch):
         texts.append(found[0])
     assert steps.count(True) == 4 * 19
     assert torch.equal(texts[0], texts[3])
+    for layer in (each for each in model.modules() if type(each) is VQLinear):
+        layer.second = SecondPass(prefill_only=True)  # no tensor changes
+    found = generate(monkeypatch, True, model, ids, 20)
+    same_steps(found, generate(monkeypatch, False, model, ids, 20))
 
 
 def test_weights_that_change_between_two_tokens_are_seen(steps, monkeypatch):

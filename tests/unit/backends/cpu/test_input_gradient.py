@@ -82,7 +82,7 @@ def test_codes_and_scales_of_other_memory():
 @pytest.mark.parametrize(
     ("stages", "name"), [("nested", "cpu.input_gradient"), ("shared", "reference")]
 )
-def test_passes_that_add_up_are_for_the_reference(stages, name):
+def test_which_passes_are_for_the_reference(stages, name):
     spec = f"vq1x4+4r2-universal-g128-hadamard128-{stages}"
     problem = dispatch.InputGradientProblem("cpu", "float32", spec, 4, 24, 256)
     assert dispatch.select(problem).name == name

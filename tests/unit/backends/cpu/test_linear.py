@@ -298,14 +298,15 @@ def at_the_end_of_memory(tensor, kept):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="mprotect")
 @pytest.mark.parametrize("name", [*SCHEMES, *OTHERS])
+@pytest.mark.parametrize(("rows", "tokens"), [(3, 5), (9, 1)])  # (9, 1): rows of several places
 @pytest.mark.parametrize("in_features", [48, 288])
-def test_nothing_is_read_beyond_a_tensor(isa, name, in_features):
-    scheme, tensors = stored(name, 3, in_features)
-    x = torch.randn(5, in_features)
+def test_nothing_is_read_beyond_a_tensor(isa, name, in_features, rows, tokens):
+    scheme, tensors = stored(name, rows, in_features)
+    x = torch.randn(tokens, in_features)
     kept = []
     guarded = {key: at_the_end_of_memory(tensor, kept) for key, tensor in tensors.items()}
     x_guarded = at_the_end_of_memory(x, kept)
-    y = multiply(scheme, guarded, x_guarded, at_the_end_of_memory(torch.zeros(3), kept))
+    y = multiply(scheme, guarded, x_guarded, at_the_end_of_memory(torch.zeros(rows), kept))
     assert torch.equal(y, multiply(scheme, tensors, x))
     decoded = cpu_linear.decode(StoredWeight.of(guarded, scheme, in_features))
     assert torch.equal(decoded, cpu_linear.decode(StoredWeight.of(tensors, scheme, in_features)))
@@ -371,9 +372,14 @@ def test_one_token_by_tables_of_products(isa, name, in_features, out_features):
     library.use_isa(CPU_ISA.get())
 
 
-def test_threads_do_not_change_a_result(isa):
-    scheme, tensors = stored("gptvq-2", 700, 1024)
-    x = torch.randn(3, 1024)
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize(
+    ("name", "columns"),
+    [("gptvq-2", 1024), ("vq-4", 288), ("turboquant-3", 1056), ("turboquant-1+4", 1056)],
+)
+def test_threads_do_not_change_a_result(isa, name, columns, tokens):
+    scheme, tensors = stored(name, 1999, columns)
+    x = torch.randn(tokens, columns)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
