@@ -164,9 +164,8 @@ template <int E> inline __m256i entries_of(const uint8_t* table, __m256i low, co
     const __m128i sixteen = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
     return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(sixteen), low);
   } else {
-    constexpr int kBit = E == 32 ? 4 : E == 64 ? 5 : E == 128 ? 6 : 7;
     const __m256i lower = entries_of<E / 2>(table, low, bit), upper = entries_of<E / 2>(table + E / 2, low, bit);
-    return _mm256_blendv_epi8(lower, upper, bit[kBit - 4]);
+    return _mm256_blendv_epi8(lower, upper, bit[E == 32 ? 0 : E == 64 ? 1 : E == 128 ? 2 : 3]);
   }
 }
 

@@ -98,7 +98,7 @@ inline Packing packing(int bits, int lift = 0) { return {bits, lift}; }
 
 // kBytes codes from the kBytes * bits / 8 bytes at p, each times 2^lift. Bits around them may be anything: use them for
 // lookup() in as many entries, or in tables that repeat them, or in merge().
-inline Bytes load_codes(const void* p, Packing how) {
+inline Bytes load_codes(const void* p, const Packing& how) {
   const uint8_t* from = static_cast<const uint8_t*>(p);
   Bytes r;
   uint32_t waiting = 0;
@@ -110,7 +110,7 @@ inline Bytes load_codes(const void* p, Packing how) {
 }
 
 // The upper code of a byte, and the lower one, whose packing is given. Bits above the upper one may be anything.
-inline Bytes merge(Bytes upper, Bytes lower, Packing) {
+inline Bytes merge(Bytes upper, Bytes lower, const Packing&) {
   for (int i = 0; i < kBytes; ++i) upper.v[i] |= lower.v[i];
   return upper;
 }

@@ -399,9 +399,13 @@ void test_arithmetic() {
     fill_random(from.get(), from.bytes());
     store(to.get(), load(from.get()));
     that(memcmp(from.get(), to.get(), sizeof a) == 0, "load, store");
-    for (int count = 1; count <= kFloats; count *= 2)
+    for (int count = 1; count <= kFloats; count *= 2) {
       expect(lanes(load(from.get(), spread(count))), "load, spread",
              [&](int i) { return from[size_t(i / (kFloats / count))]; });
+      for (int first = 0; first + count <= kFloats; ++first)
+        expect(lanes(take(load(from.get()), spread(count), first)), "take",
+               [&](int i) { return from[size_t(first + i / (kFloats / count))]; });
+    }
   }
 }
 

@@ -78,8 +78,9 @@ def test_a_model_with_quantized_embeddings(dense, tmp_path, name, kind):
     # What is computed is what a dense model with these numbers would compute.
     plain = LOAD(dense(name), quantization_config=VQConfig("vq-4"))
     plain.get_input_embeddings().weight.data.copy_(embedding.decoded(torch.float32))
-    if tied and kind in coded_rows.KINDS:  # the kernel's product
-        torch.testing.assert_close(logits(model), logits(plain), rtol=2e-3, atol=2e-3)
+    if tied and kind in coded_rows.KINDS:  # the kernel's product, of inputs of 16 bits or of 8
+        found, exact = logits(model), logits(plain)
+        assert (found - exact).norm() <= (2e-3 if int(kind[-1]) > 4 else 0.02) * exact.norm()
     else:
         assert torch.equal(logits(model), logits(plain))
     model.save_pretrained(tmp_path)
