@@ -185,17 +185,23 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 def quantized(
     dense: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., Path]:
-    """`quantized("llama", "vq-4")`: the folder of the same model, quantized and saved."""
+    """`quantized("llama", "vq-4")`: the folder of the same model, quantized and saved.
+
+    Whichever test asks first, the backend is that of the session: the reference, which
+    `reference_kernels` asks for, rounds some scales to the other float16.
+    """
     from transformers import AutoModelForCausalLM
 
     from hf_vq import VQConfig
     from tests.fixtures.random_weights import scaled_models
 
     folders: dict[tuple[str, str], Path] = {}
+    backend = os.environ.get("HF_VQ_BACKEND", "")
 
     def find(name: str = "llama", scheme: str = "vq-4") -> Path:
         if (name, scheme) not in folders:
-            with scaled_models():
+            with scaled_models(), pytest.MonkeyPatch.context() as patch:
+                patch.setenv("HF_VQ_BACKEND", backend)
                 model = AutoModelForCausalLM.from_pretrained(
                     dense(name), quantization_config=VQConfig(scheme, activations=None)
                 )
