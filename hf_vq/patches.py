@@ -307,11 +307,6 @@ def begin_codes(model: Any) -> None:
                 _set(target, owner, name, _get(patch.replacement)(before))
 
 
-def is_of_codes(model: Any) -> bool:
-    """True between `begin_codes` and `end_codes`, of copies, too."""
-    return _OF_CODES in vars(model)
-
-
 def end_codes(model: Any) -> None:
     """Undo `begin_codes` for a model."""
     vars(model).pop(_OF_CODES, None)

@@ -40,6 +40,7 @@ from .. import env, patches
 from ..cache.argument import CACHE
 from ..cache.static_layer import VQStaticLayer
 from ..errors import VQBackendError
+from ..nn.replace import vq_modules
 from .step.snapshot import has_hooks, package_of
 
 logger = logging.getLogger(__name__)
@@ -160,9 +161,10 @@ def _automatic(model: PreTrainedModel, options: Inputs) -> torch.device | None:
     if not env.CAPTURE.get() or model.device.type not in _GPUS:
         return None
     config, inputs = options["generation_config"], options.get("model_kwargs", {})
-    layers = getattr(inputs.get(CACHE), "layers", ())
-    coded = patches.is_of_codes(model) or any(type(layer) is VQStaticLayer for layer in layers)
-    if not coded or not _counts_on_the_gpu(inputs.get(CACHE)):
+    if not _counts_on_the_gpu(inputs.get(CACHE)):
+        return None
+    coded = any(type(layer) is VQStaticLayer for layer in inputs[CACHE].layers)
+    if not coded and not vq_modules(model):
         return None
     own = vars(model).get(_METHOD)
     chosen = [getattr(one, "compile_config", None) for one in (config, model.generation_config)]
