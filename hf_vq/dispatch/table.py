@@ -91,5 +91,5 @@ STEPS = {"cpu": "backends.cpu.step:CompiledStep"}
 """What runs an `ops.program.Program`, by device type; it may refuse with a VQBackendError."""
 
 HEADS = {"cpu": "backends.cpu.step:head"}
-"""What multiplies rows of int8 (`formats.integers`) with one row x, by device type: it returns None
-where it does not run."""
+"""What multiplies an `ops.program.Dense` with one row x, by device type: it returns None where it
+does not run."""

@@ -1,4 +1,4 @@
-"""The embedding of a model as integers or codes, and its output head where that is tied to it."""
+"""The embedding of a model as integers or codes, and its output head."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from ..errors import VQConfigError
 from ..fit import fit_weight, fixed_tensors
 from ..formats.coded_rows import row_shapes, scheme_of, stored_rows
 from ..formats.integers import encode_rows
+from ..nn.dense_head import DenseHead
 from ..nn.embedding import VQEmbedding, VQTiedHead
 from .tensor_parallel import ranks
 
@@ -46,8 +47,25 @@ def check_embedding(model: Any, kind: str) -> None:
     _stored(model, kind, seed=0)
 
 
+def speed_up_head(model: Any) -> None:
+    """Make the output head of a model a `DenseHead` if it is an nn.Linear."""
+    head = _head_of(model)
+    if type(head) is nn.Linear:
+        head.__class__ = DenseHead
+
+
+def _head_of(model: Any) -> Any:
+    try:
+        return model.get_output_embeddings()
+    except (AttributeError, NotImplementedError):  # it has none, or Transformers does not know
+        return None
+
+
 def restore_embedding(model: Any, dtype: torch.dtype) -> None:
-    """Restore the dense embedding, and the output head if it is tied."""
+    """Restore the dense embedding, the output head if it is tied, and the class of a dense one."""
+    head = _head_of(model)
+    if type(head) is DenseHead:
+        head.__class__ = nn.Linear  # type: ignore[assignment]
     old = next((m for m in model.modules() if isinstance(m, VQEmbedding)), None)
     if old is None:  # a model may have no input embeddings at all
         return
@@ -88,11 +106,9 @@ def put_module(model: Any, old: nn.Module, new: nn.Module) -> None:
 
 def advice(model: Any) -> str:
     """A sentence on a tied head that is dense and a large part of the model, or ""."""
-    try:
-        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    except NotImplementedError:  # Transformers does not know where they are
-        return ""
-    if type(embedding) is not nn.Embedding or type(head) is not nn.Linear or head.bias is not None:
+    head = _head_of(model)
+    embedding = None if head is None else model.get_input_embeddings()
+    if type(embedding) is not nn.Embedding or type(head) is not DenseHead or head.bias is not None:
         return ""
     tensors = [*model.parameters(), *model.buffers()]
     if head.weight is not embedding.weight or any(tensor.is_meta for tensor in tensors):

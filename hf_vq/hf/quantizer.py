@@ -35,6 +35,7 @@ from ..nn.replace import (
 )
 from ..nn.trained import train
 from ..progress import Progress
+from . import embeddings
 from .calibration_options import AUTO, choices, leave_out_activations
 from .checkpoint import by_layer
 from .checkpoint import headers as stored_files
@@ -46,7 +47,6 @@ from .checkpoint.new_parts import is_new, is_outside
 from .checkpoint.provenance import record
 from .checkpoint.sizes import check_layers
 from .config import QUANT_METHODS, VQConfig
-from .embeddings import check_embedding, embeddings_of, replace_embedding, restore_embedding
 from .explain import warn_of_kernels
 from .fused_activations import fuse_inputs, separate_inputs
 from .in_memory.encode import check_weights, encode_layers, nothing_to_quantize
@@ -125,7 +125,7 @@ class VQHfQuantizer(HfQuantizer):
             wanted = self._wanted_stored(model)
             self._place_published(model, wanted)
             if config.embeddings is not None:
-                replace_embedding(model, config.embeddings, config.seed)
+                embeddings.replace_embedding(model, config.embeddings, config.seed)
         else:
             wanted = self._wanted_dense(model, checkpoint_files or [], kwargs.get("device_map"))
             maybe = {n for n in wanted if is_new(model, n) or is_outside(model, n)}
@@ -242,7 +242,7 @@ class VQHfQuantizer(HfQuantizer):
         """Raise now if a step that follows the encoding of all layers cannot be done."""
         config = self.quantization_config
         if config.embeddings is not None:
-            check_embedding(model, config.embeddings)
+            embeddings.check_embedding(model, config.embeddings)
         if config.pass2 is not None:
             two = [
                 name
@@ -430,7 +430,7 @@ class VQHfQuantizer(HfQuantizer):
         if self._checkpoint is None:
             self._check_values(model)
         if not self.pre_quantized and config.embeddings is not None:
-            replace_embedding(model, config.embeddings, config.seed)
+            embeddings.replace_embedding(model, config.embeddings, config.seed)
         if not self.pre_quantized:
             config.provenance = record(model, self.errors, shared, calibrated)
         if config.leaves_out_second_passes():
@@ -439,13 +439,14 @@ class VQHfQuantizer(HfQuantizer):
             place_pass2(model, config.pass2)
         model._weight_conversions = dense_conversions(conversions_of(model), model, reverse=True)
         self._checkpoint, self._model, self._heads = None, None, {}
-        train(vq_modules(model) | embeddings_of(model), config.trainable or ())
+        train(vq_modules(model) | embeddings.embeddings_of(model), config.trainable or ())
         set_activations_bits(model, config.activations_bits)
         fuse_inputs(model)
+        embeddings.speed_up_head(model)
         warn_of_kernels(model)
         patches.begin_codes(model)
-        # PEFT's prepare_model_for_kbit_training knows libraries by name. To this name it turns
-        # checkpointing on, and leaves the dtype of scales alone. Nobody else reads it.
+        # By this name PEFT's prepare_model_for_kbit_training turns checkpointing on, and leaves
+        # the dtype of scales alone. Nobody else reads it.
         model.hqq_quantized = True
         return model
 
@@ -457,12 +458,11 @@ class VQHfQuantizer(HfQuantizer):
         return state, digests.room(state)  # for what `save_pretrained` writes there
 
     def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
-        check_in_memory(vq_modules(model) | embeddings_of(model))
-        named = getattr(torch, dtype) if isinstance(dtype, str) else dtype  # of the model's config
-        kind: torch.dtype = named or model.dtype
+        check_in_memory(vq_modules(model) | embeddings.embeddings_of(model))
+        kind = (getattr(torch, dtype) if isinstance(dtype, str) else dtype) or model.dtype
         separate_inputs(model)
         restore_modules(model, kind)
-        restore_embedding(model, kind)
+        embeddings.restore_embedding(model, kind)
         patches.end_codes(model)
         for name in ("hqq_quantized", "_weight_conversions"):
             vars(model).pop(name, None)

@@ -8,14 +8,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from .. import env, ops
-from ..dispatch.entry import load
-from ..dispatch.table import HEADS
+from .. import ops
 from ..errors import VQConfigError
 from ..formats import coded_rows
 from ..formats.integers import decode_rows
 from ..formats.scheme import VQScheme
-from ..ops.library import autocasts, is_plain_eager
+from ..ops.program import Dense
+from .dense_head import multiply_row
 from .quantized_module import mark_initialized
 
 _ROWS = 8192  # of the vocabulary, that a head decodes at a time
@@ -25,16 +24,12 @@ def head_product(x: Tensor, rows: Tensor, kind: str) -> Tensor:
     """x E^T with E in `rows` of `formats.integers`, in the dtype of `x`.
 
     One row of inputs is multiplied without decoding, in 15 bits, where `dispatch.HEADS` has what
-    does it and no backend is forced.
+    does it.
     """
     width = x.shape[-1]
-    forced = env.BACKEND.get()
-    if kind == "int8" and x.numel() == width and x.device.type in HEADS and not forced:
-        y: Tensor | None = None
-        if is_plain_eager(x) and not autocasts(x.device):
-            y = load(HEADS[x.device.type])(x, rows)
-        if y is not None:
-            return y
+    y = multiply_row(x, Dense(rows, kind, width)) if kind == "int8" else None
+    if y is not None:
+        return y
     parts = (decode_rows(part, kind, width).to(x.dtype) for part in rows.split(_ROWS))
     return torch.cat([nn.functional.linear(x, part) for part in parts], -1)
 

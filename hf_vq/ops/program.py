@@ -55,10 +55,11 @@ class Operand(NamedTuple):
 
 
 class Dense(NamedTuple):
-    """A matrix: floats are looked up only, since PyTorch's order of sums is nobody else's.
+    """A matrix. Only `nn.DenseHead` multiplies floats: PyTorch's order of sums is nobody else's.
 
     Args:
-        tensor: [out, in] floats of any strides; with `kind`, uint8 rows (`formats.integers`).
+        tensor: [out, in] floats, for a product in rows; with `kind`, uint8 rows
+            (`formats.integers`).
         kind: `int8`, or empty.
         columns: `in`.
     """

@@ -256,7 +256,7 @@ typedef struct hf_vq_instruction {
   int32_t rounded;           // the float type to which results are rounded
 } hf_vq_instruction;
 
-// A dense matrix [out, in]: rows of it are looked up; if it is of integers, it is multiplied too.
+// A dense matrix [out, in]: its rows are looked up, or multiplied if their numbers lie together.
 typedef struct hf_vq_dense {
   const void* data;
   int64_t out, in, out_stride, in_stride;  // one of the strides is 1

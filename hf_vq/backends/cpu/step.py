@@ -303,32 +303,35 @@ class CompiledStep:
         return self._memory.as_strided(x.shape, x.stride, self._places[x.buffer] + x.offset)
 
 
-def head(x: Tensor, rows: Tensor) -> Tensor | None:
-    """x E^T as `Program`s compute it, in the dtype of x.
+def head(x: Tensor, weight: Dense, bias: Tensor | None = None) -> Tensor | None:
+    """x W^T + bias as `Program`s compute it, in the dtype of x.
 
     Args:
-        x: one row of any shape [.., features].
-        rows: E, uint8 [n, features + 2], as `formats.integers` stores int8.
+        x: one row of any shape [.., in].
+        weight: W [out, in].
+        bias: [out] floats.
 
     Returns:
-        [.., n]; None if the library does not run.
+        [.., out]; None if the library does not run.
     """
-    library, features = native.load(), x.shape[-1]
-    if library is None or x.dtype not in native.DTYPES or rows.stride(1) != 1:
+    library, rows = native.load(), len(weight.tensor)
+    plain = weight.tensor.stride(1) == 1 and (bias is None or bias.is_contiguous())
+    if library is None or x.dtype not in native.DTYPES or not plain:
         return None
-    given, out = x.detach().float().contiguous(), torch.empty(len(rows))
-    matrix_ = ctypes.create_string_buffer(_dense(Dense(rows, "int8", features)), DENSE.size)
+    given, out = x.detach().float().contiguous(), torch.empty(rows)
+    matrix_ = ctypes.create_string_buffer(_dense(weight), DENSE.size)
     row = [(each.data_ptr(), 0, 0, 1, 0) for each in (out, given)]
+    added = _NOTHING if bias is None else (bias.data_ptr(), 0, 0, 1, native.DTYPES[bias.dtype])
     instruction = ctypes.create_string_buffer(
         INSTRUCTION.pack(
-            *row[0], *row[1], *_NOTHING, *_NOTHING, 1, 1, len(rows), ctypes.addressof(matrix_), 0.0,
+            *row[0], *row[1], *_NOTHING, *added, 1, 1, rows, ctypes.addressof(matrix_), 0.0,
             _NUMBER["dense"], native.DTYPES[x.dtype],
         ),
         INSTRUCTION.size,
     )  # fmt: skip
     if library.hf_vq_step(instruction, 1) != native.OK:
         return None
-    return out.to(x.dtype).view(*x.shape[:-1], len(rows))
+    return out.to(x.dtype).view(*x.shape[:-1], rows)
 
 
 class _Calls:

@@ -17,7 +17,7 @@ from ...formats.scheme import VQScheme
 from ...formats.stored_weight import StoredWeight
 from ...ops.kv import NUM_ARGUMENTS, unflatten
 from ...ops.program import Dense
-from .trace import Recorder, Refused, check_mask
+from .recorder import Recorder, Refused, check_mask
 
 Recipe = Callable[[Recorder, tuple[Any, ...], dict[str, Any], Any], None]
 

@@ -26,8 +26,9 @@ from ...cache.next_token import Places, WindowPlaces, refusal, take
 from ...dispatch.entry import load
 from ...errors import VQBackendError
 from ...ops.library import autocasts, is_plain_eager
+from .recorder import Refused
 from .snapshot import Snapshot, has_hooks, problem
-from .trace import FAR, Refused, Step, trace
+from .trace import FAR, Step, trace
 from .verify import compare, difference, whole
 
 _ATTRIBUTE = "_hf_vq_step"

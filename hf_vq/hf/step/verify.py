@@ -20,7 +20,8 @@ from torch import Tensor
 
 from ...formats.stored_weight import StoredWeight
 from ...ops.program import Call, Dense, FloatAttention, Given, Instruction, Operand, Program
-from .trace import Refused, Step
+from .recorder import Refused
+from .trace import Step
 
 _SAMPLED = {"mean", "silu"}  # compared on more numbers than those of a trace
 _SAMPLES = 1 << 16  # numbers of float32 that are compared

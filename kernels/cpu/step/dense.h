@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// y = W x + bias of one x, W in int8: a head. And rows of W.
+// y = W x + bias of one x: an output head. And rows of W.
 //
-//   x is hi + lo / 128 in units of its largest / 127; both halves are sums of 8-bit products, exact in 32 bits
+//   W in int8    x is hi + lo / 128 in units of its largest / 127; both halves are sums of 8-bit products, exact in 32 bits
+//   W in floats  sums of float32
 //
 // Bytes: W once. Bottleneck: memory.
 #pragma once
@@ -78,6 +79,39 @@ inline void run_int8(int64_t first, int64_t last, void* context) {
   for (int64_t row = first + kStreams * apart; row < last; ++row) multiply_int8<1>(call, high, low, row, 0);
 }
 
+// The same of floats. Each row has one order of sums, wherever it lies.
+template <int Dtype, int Rows> inline void multiply_floats(const DenseCall& call, int64_t row, int64_t apart) {
+  const hf_vq_dense& w = *call.w;
+  const char* stored[Rows];
+  Floats sums[Rows], more[Rows];
+  for (int r = 0; r < Rows; ++r) {
+    stored[r] = static_cast<const char*>(w.data) + (row + r * apart) * w.out_stride * bytes_of(Dtype);
+    sums[r] = more[r] = splat(0.0f);
+  }
+  int64_t k = 0;
+  for (; k + 2 * kFloats <= w.in; k += 2 * kFloats) {
+    const Floats x0 = load(call.x + k), x1 = load(call.x + k + kFloats);
+#pragma GCC unroll 4
+    for (int r = 0; r < Rows; ++r) {
+      sums[r] = fma(load_floats<Dtype>(stored[r], k), x0, sums[r]);
+      more[r] = fma(load_floats<Dtype>(stored[r], k + kFloats), x1, more[r]);
+      __builtin_prefetch(stored[r] + k * bytes_of(Dtype) + kBytesAhead, 0, 1);
+    }
+  }
+  for (int r = 0; r < Rows; ++r) {
+    float total = sum(sums[r] + more[r]);
+    for (int64_t i = k; i < w.in; ++i) total += read_float(stored[r], Dtype, i) * call.x[i];
+    put(call, row + r * apart, total);
+  }
+}
+
+template <int Dtype> inline void run_floats(int64_t first, int64_t last, void* context) {
+  const DenseCall& call = *static_cast<DenseCall*>(context);
+  const int64_t apart = (last - first) / kStreams;
+  for (int64_t row = first; row < first + apart; ++row) multiply_floats<Dtype, kStreams>(call, row, apart);
+  for (int64_t row = first + kStreams * apart; row < last; ++row) multiply_floats<Dtype, 1>(call, row, 0);
+}
+
 // x[k] = (128 high[k] + low[k]) unit, both in [-127, 127]; the unit is returned.
 inline float split_input(const float* x, int64_t n, uint8_t* high, uint8_t* low) {
   float most = 0.0f, check = 0.0f;
@@ -100,12 +134,17 @@ inline float split_input(const float* x, int64_t n, uint8_t* high, uint8_t* low)
 inline int run_dense(const hf_vq_instruction& p) {
   const hf_vq_dense& w = *static_cast<const hf_vq_dense*>(p.detail);
   DenseCall call{&p, &w, static_cast<const float*>(p.a.data), nullptr, nullptr, 0.0f, w.in / kBytes * kBytes};
-  const Scratch<uint8_t> halves{size_t(2 * w.in)};
+  const bool integers = w.dtype == HF_VQ_INT8;
+  const Scratch<uint8_t> halves{size_t(integers ? 2 * w.in : 1)};
   if (!halves) return HF_VQ_NO_MEMORY;
-  call.high = halves.get();
-  call.low = halves.get() + w.in;
-  call.unit = split_input(call.x, w.in, halves.get(), halves.get() + w.in);
-  parallel_for(w.out, divide_up(kWorth, w.in), run_int8, &call);
+  auto* rows = w.dtype == HF_VQ_FLOAT16 ? run_floats<HF_VQ_FLOAT16> : w.dtype == HF_VQ_FLOAT32 ? run_floats<HF_VQ_FLOAT32> : run_floats<HF_VQ_BFLOAT16>;
+  if (integers) {
+    call.high = halves.get();
+    call.low = halves.get() + w.in;
+    call.unit = split_input(call.x, w.in, halves.get(), halves.get() + w.in);
+    rows = run_int8;
+  }
+  parallel_for(w.out, divide_up(kWorth, w.in * (integers ? 1 : bytes_of(w.dtype))), rows, &call);
   round_row(static_cast<float*>(p.y.data), w.out, p.rounded);
   return HF_VQ_OK;
 }

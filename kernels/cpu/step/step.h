@@ -33,8 +33,8 @@ inline int codes_fit(const hf_vq_instruction& p) {
 
 inline bool dense_fits(const hf_vq_instruction& p, bool rows) {
   const hf_vq_dense& w = *static_cast<const hf_vq_dense*>(p.detail);
-  const bool int8 = w.dtype == HF_VQ_INT8 && w.in_stride == 1 && w.out_stride >= w.in + 2;
-  return (int8 || (rows && is_float(w.dtype))) && w.data != nullptr && w.out > 0 && w.in > 0 && (w.in_stride == 1 || w.out_stride == 1) &&
+  const bool whole_rows = w.in_stride == 1, int8 = w.dtype == HF_VQ_INT8 && whole_rows && w.out_stride >= w.in + 2;
+  return (int8 || (is_float(w.dtype) && (whole_rows || (rows && w.out_stride == 1)))) && w.data != nullptr && w.out > 0 && w.in > 0 &&
          is_product(p, rows ? w.in : w.out);
 }
 

@@ -73,7 +73,7 @@ def test_a_model_with_quantized_embeddings(dense, tmp_path, name, kind, monkeypa
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     assert type(embedding) is VQEmbedding and embedding.weight.dtype == torch.uint8
     tied = name == "llama-tied"
-    assert type(head) is (VQTiedHead if tied else nn.Linear)
+    assert isinstance(head, VQTiedHead if tied else nn.Linear)
     assert (head.weight is embedding.weight) == tied
     # What is computed is what a dense model with these numbers would compute.
     plain = LOAD(dense(name), quantization_config=VQConfig("vq-4"))

@@ -144,7 +144,7 @@ void fill_int8(Guarded<uint8_t>& rows, int64_t out, int64_t in) {
 
 void check_matrix(bool look_up, const char* isa, Tally& tally) {
   const int64_t out = random_int(1, 200), in = random_int(1, 300);
-  const bool int8 = !look_up || random_bits() % 4 == 0, columns = !int8 && random_bits() % 3 == 0;
+  const bool int8 = random_bits() % 4 == 0, columns = look_up && !int8 && random_bits() % 3 == 0;
   Numbers dense(random_dtype(), size_t(int8 ? 0 : out * in));
   dense.fill_normal();
   Guarded<uint8_t> rows(size_t(int8 ? out * (in + 2) : 0));
@@ -234,11 +234,11 @@ void check_refusals(const char* isa) {
     wrong.detail = const_cast<hf_vq_dense*>(w);
     refused("a matrix with gaps, or of another size", wrong);
   }
-  const hf_vq_dense floats{&number, 1, 1, 1, 1, HF_VQ_FLOAT32};
+  const hf_vq_dense columns{&number, 1, 1, 1, 2, HF_VQ_FLOAT32};
   wrong = p;
   wrong.op = HF_VQ_DENSE;
-  wrong.detail = const_cast<hf_vq_dense*>(&floats);
-  refused("a product with floats", wrong);
+  wrong.detail = const_cast<hf_vq_dense*>(&columns);
+  refused("a product with columns", wrong);
 }
 
 }  // namespace
