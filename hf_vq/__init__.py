@@ -32,6 +32,7 @@ from .hf import (
 )
 from .hf import attention as _attention
 from .hf import quantizer as _quantizer
+from .interop.loftq import replace_lora_weights_loftq
 from .interop.quantizer import adopt, release
 from .nn.replace import set_activations_bits
 
@@ -66,6 +67,7 @@ __all__ = [
     "place_pass2",
     "quantize_model",
     "release",
+    "replace_lora_weights_loftq",
     "save_quantized",
     "set_activations_bits",
     "smooth_attention",

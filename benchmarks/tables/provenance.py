@@ -45,6 +45,6 @@ def standard_errors(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _when(record: dict[str, Any]) -> str:
-    """The date, and the revision that was measured, where it is known."""
-    revision = record["revision"]
-    return " ".join([record["date"], f"at {revision[:DIGITS]}" if revision else ""]).strip()
+    """The date, and the revisions that were measured, where they are known."""
+    revisions = " and ".join(each[:DIGITS] for each in record["revision"].split(" and "))
+    return " ".join([record["date"], f"at {revisions}" if revisions else ""]).strip()

@@ -94,10 +94,9 @@ def _check(model: nn.Module, config: Any) -> None:
     or fail on its dtype."""
     if getattr(config, "init_lora_weights", None) == "loftq":
         raise VQBackendError(
-            "LoftQ quantizes a dense model itself, by bitsandbytes, and this model has codes. "
-            "Calibrate them on the text of the training, which lowers their error "
-            '(hf-vq calibrate), or use init_lora_weights="pissa", which begins with what matters '
-            "most."
+            "init_lora_weights='loftq' quantizes a dense model itself, by bitsandbytes, and this "
+            "model has codes. Make the adapter without it, then call "
+            "hf_vq.replace_lora_weights_loftq(peft_model)."
         )
     tokens = getattr(config, "trainable_token_indices", None) or {}
     embeddings = [n for n, module in model.named_modules() if isinstance(module, VQEmbedding)]

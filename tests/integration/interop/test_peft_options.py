@@ -111,10 +111,10 @@ def test_x_lora(quantized, tmp_path):
         assert torch.equal(again(tokens()).logits, model.eval()(tokens()).logits)
 
 
-def test_loftq_names_another_initialization(quantized):
+def test_loftq_as_an_initialization_names_the_function(quantized):
     config = peft.LoraConfig(target_modules=["q_proj"])
     config.init_lora_weights = "loftq"  # given at once, it wants bitsandbytes and scipy
-    with pytest.raises(VQBackendError, match="pissa"):
+    with pytest.raises(VQBackendError, match="replace_lora_weights_loftq"):
         peft.get_peft_model(LOAD(quantized()), config)
 
 
