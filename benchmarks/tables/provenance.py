@@ -46,5 +46,5 @@ def standard_errors(rows: Sequence[dict[str, Any]]) -> str:
 
 def _when(record: dict[str, Any]) -> str:
     """The date, and the revisions that were measured, where they are known."""
-    revisions = " and ".join(each[:DIGITS] for each in record["revision"].split(" and "))
+    revisions = " and ".join(each[:DIGITS] for each in (record["revision"] or "").split(" and "))
     return " ".join([record["date"], f"at {revisions}" if revisions else ""]).strip()
