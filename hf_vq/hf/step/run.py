@@ -21,7 +21,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from ... import dispatch, env, patches
 from ...cache import VQCache, VQCacheLayer
-from ...cache.argument import CACHE
+from ...cache.argument import CACHE, OLD_CACHE
 from ...cache.next_token import Places, WindowPlaces, refusal, take
 from ...dispatch.entry import load
 from ...errors import VQBackendError
@@ -74,12 +74,14 @@ class Forward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """A step as a program, or what the model's class does."""
-        model = self.model
-        if torch.compiler.is_compiling() or args or not _is_step(kwargs):
+        model, inputs = self.model, kwargs
+        if OLD_CACHE in kwargs and CACHE not in kwargs:
+            inputs = {CACHE if name == OLD_CACHE else name: x for name, x in kwargs.items()}
+        if torch.compiler.is_compiling() or args or not _is_step(inputs):
             return type(model).forward(model, *args, **kwargs)
-        cache, steps = kwargs[CACHE], _steps_of(model)
+        cache, steps = inputs[CACHE], _steps_of(model)
         found = steps.ready(model, cache)
-        out = None if found is None else found.run(cache, kwargs)
+        out = None if found is None else found.run(cache, inputs)
         return type(model).forward(model, **kwargs) if out is None else out
 
 
