@@ -3,7 +3,8 @@
 Each method runs in a separate process (`worker`), so that its memory can be told. All do the same
 few steps at the same time, so that what else the machine does falls on all alike. Codes are made
 first by `hf-vq quantize`, as for a model that is fine-tuned more than once, or by `hf-vq calibrate`
-on the text that is trained on (`vq-4+calibrated`); NF4 is made while it is loaded.
+on the text that is trained on (`vq-4+calibrated`); with `vq-4+loftq`, the adapter begins with what
+the codes lost. NF4 is made while it is loaded.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from hf_vq.evaluation.record import Recorder, command_line
 
 from ..records import RESULTS
 from .table import DENSE
-from .worker import TURN, read_data
+from .worker import LOFTQ, TURN, read_data
 
 NAME = "finetune"
-METHODS = ("vq-4", "vq-4+calibrated", "bf16", "nf4")
+METHODS = ("vq-4", "vq-4+loftq", "vq-4+calibrated", "bf16", "nf4")
 CALIBRATED = "+calibrated"
 _WITHOUT_CODES = (DENSE, "float32", "nf4")
 _SHOWN = {"data": "DATA", "methods": "", "steps": "", "tokens": "", "rank": "", "held_out": "",
@@ -41,7 +42,7 @@ def add_verb(verbs: Any) -> None:
     add("--data", type=Path, required=True, metavar="DATA",
         help="JSON Lines of question and answer; the last are held out")  # fmt: skip
     add("--methods", nargs="+", default=list(METHODS), metavar="METHOD",
-        help=f"schemes of hf_vq, with {CALIBRATED} or without; bf16, float32, nf4 "
+        help=f"schemes of hf_vq, with {CALIBRATED}, {LOFTQ} or without; bf16, float32, nf4 "
         "(default: %(default)s)")  # fmt: skip
     add("--steps", type=int, default=100, help="default: %(default)s")
     add("--tokens", type=int, default=256, help="of a sequence, one each step")
@@ -113,8 +114,8 @@ class _Worker:
         names = ("data", "steps", "tokens", "held_out", "rank", "seed", "threads", "merge")
         self.options = {name: getattr(args, name) for name in names}
         self.options |= {"method": method, "model": str(args.model), "data": str(args.data)}
-        name = method
-        if method.endswith(CALIBRATED):  # others may have seen rows held out here
+        name = method.removesuffix(LOFTQ)
+        if CALIBRATED in method:  # others may have seen rows held out here
             text = Path(args.data).read_bytes() + str(args.held_out).encode()
             name += f"-{hashlib.sha256(text).hexdigest()[:8]}"
         self.options["codes"] = None if method in _WITHOUT_CODES else str(folder / name)
@@ -125,10 +126,10 @@ class _Worker:
         model, codes = self.options["model"], self.options["codes"]
         if codes is None or Path(codes).is_dir():
             return
-        scheme = self.method.removesuffix(CALIBRATED)
+        scheme = self.method.removesuffix(LOFTQ).removesuffix(CALIBRATED)
         command = [sys.executable, "-m", "hf_vq"]
         with tempfile.NamedTemporaryFile("w", suffix=".txt", encoding="utf-8") as text:
-            if scheme == self.method:
+            if CALIBRATED not in self.method:
                 command += ["quantize", model, codes, "--scheme", scheme]
             else:
                 rows, _ = read_data(self.options["data"], self.options["held_out"])

@@ -19,6 +19,7 @@ from statistics import median
 from typing import Any
 
 TURN = 5  # steps
+LOFTQ = "+loftq"  # ends the name of a method whose adapter begins with what the codes lost
 
 
 def _say(**message: Any) -> None:
@@ -146,6 +147,8 @@ def main() -> None:
             ),
             callbacks=[Lockstep()],
         )  # fmt: skip
+        if method.endswith(LOFTQ):
+            hf_vq.replace_lora_weights_loftq(trainer.model, source)
         loaded = memory()["VmHWM"]
         before = trainer.evaluate()["eval_loss"]
         forget_peak()

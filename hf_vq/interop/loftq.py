@@ -45,7 +45,9 @@ def replace_lora_weights_loftq(
             a dense model.
         VQFormatError: the dense model has no such weight.
     """
-    base = peft_model.get_base_model() if hasattr(peft_model, "get_base_model") else peft_model
+    base: Any = peft_model
+    if hasattr(base, "get_base_model"):
+        base = base.get_base_model()
     layers = dict(_layers(base, adapter_name))
     if not layers:
         raise VQBackendError(
@@ -92,16 +94,16 @@ def _dense_weight(dense: nn.Module, name: str, layer: Any) -> Tensor:
     """W [out, in] of a layer, in float32 where the layer is."""
     base = layer.get_base_layer()
     try:
-        weight: Tensor = dense.get_submodule(name).weight
+        weight = dense.get_parameter(f"{name}.weight")
     except AttributeError:
         raise VQFormatError(f"the dense model has no {name}.weight.") from None
-    weight = weight.T if base.transposed else weight
-    if weight.shape != (base.out_features, base.in_features):
+    rows: Tensor = weight.T if base.transposed else weight
+    if rows.shape != (base.out_features, base.in_features):
         raise VQFormatError(
-            f"{name}.weight of the dense model is {list(weight.shape)}, the codes say "
+            f"{name}.weight of the dense model is {list(rows.shape)}, the codes say "
             f"{[base.out_features, base.in_features]}."
         )
-    return weight.to(base.weight.device, torch.float32)
+    return rows.to(base.weight.device, torch.float32)
 
 
 def _replace(

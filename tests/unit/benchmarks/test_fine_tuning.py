@@ -83,8 +83,14 @@ def test_codes_are_calibrated_on_what_is_trained_on(tmp_path, monkeypatch):
         return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setattr(suite.subprocess, "run", run)
+    workers = {
+        method: suite._Worker(method, args, tmp_path)
+        for method in ("vq-4", "vq-4+loftq", "vq-4+calibrated", "nf4")
+    }
+    codes = {method: each.options["codes"] for method, each in workers.items()}
+    assert codes["vq-4+loftq"] == codes["vq-4"] == str(tmp_path / "vq-4")
     for method in ("vq-4", "vq-4+calibrated", "nf4"):
-        suite._Worker(method, args, tmp_path).make_codes()
+        workers[method].make_codes()
     text = "q0\na0\n\nq1\na1"
     assert seen == [("quantize", "vq-4"), None, ("calibrate", "vq-4"), text]
 
