@@ -16,7 +16,7 @@
 #define HF_VQ_API extern "C" __attribute__((visibility("default")))
 #endif
 
-enum hf_vq_status { HF_VQ_OK = 0, HF_VQ_NO_MEMORY = 1, HF_VQ_UNSUPPORTED = 2 };
+enum hf_vq_status { HF_VQ_OK = 0, HF_VQ_NO_MEMORY = 1, HF_VQ_UNSUPPORTED = 2, HF_VQ_CALL_ENDED = 3 };
 enum hf_vq_dtype { HF_VQ_FLOAT32 = 0, HF_VQ_FLOAT16 = 1, HF_VQ_BFLOAT16 = 2, HF_VQ_BOOL = 3, HF_VQ_INT8 = 4 };
 
 // -- the library ---------------------------------------------------------------------------------
@@ -263,7 +263,8 @@ typedef struct hf_vq_dense {
   int32_t dtype;             // a float type, or HF_VQ_INT8: rows of hf_vq/formats/integers.py, out_stride bytes apart
 } hf_vq_dense;
 
-// What the caller computes, between two instructions and in the calling thread. Not HF_VQ_OK ends the step.
+// What the caller computes, between two instructions and in the calling thread. Any answer but HF_VQ_OK
+// ends the step with HF_VQ_CALL_ENDED.
 typedef struct hf_vq_call {
   int (*run)(int64_t number);
   int64_t number;

@@ -18,7 +18,8 @@ ABI_VERSION = 13  # HF_VQ_ABI_VERSION of the api.h that this module was written 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.bool: 3}
 """torch dtype -> enum hf_vq_dtype."""
 
-OK, NO_MEMORY, UNSUPPORTED = STATUSES = 0, 1, 2
+OK, NO_MEMORY, UNSUPPORTED, CALL_ENDED = range(4)
+"""enum hf_vq_status."""
 
 
 @functools.cache

@@ -358,11 +358,11 @@ class _Calls:
 
     def check(self, status: int) -> None:
         """Raise what the last call raised. Ctrl-C just before one is lost in ctypes, which prints
-        it and gives the library any number: its status, or the number of success."""
+        it and gives the library any number; success, too (`check_all`)."""
         error, self._error = self._error, None
         if error is not None:
             raise error
-        if status not in native.STATUSES:
+        if status == native.CALL_ENDED:
             raise KeyboardInterrupt
 
     def check_all(self) -> None:

@@ -67,7 +67,10 @@ inline int run(const hf_vq_instruction& p) {
     return HF_VQ_OK;
   }
   if (p.op == HF_VQ_MEAN) return run_mean(p);
-  if (p.op == HF_VQ_CALL) return static_cast<hf_vq_call*>(p.detail)->run(static_cast<hf_vq_call*>(p.detail)->number);
+  if (p.op == HF_VQ_CALL) {
+    const hf_vq_call& call = *static_cast<hf_vq_call*>(p.detail);
+    return call.run(call.number) == HF_VQ_OK ? HF_VQ_OK : HF_VQ_CALL_ENDED;
+  }
   if (p.op == HF_VQ_LOOK_UP) return look_up(p);
   if (p.op == HF_VQ_DENSE) return run_dense(p);
   if (p.op == HF_VQ_ATTENTION) return run_attention(p);

@@ -118,7 +118,7 @@ def test_the_list_of_skipped_layers_may_name_modules_or_parameters(tmp_path):
     for skips in (["lm_head.weight", "model.embed_tokens.weight"], ["lm_head"], []):
         dense = make_aqlm(tmp_path / "in", skips=skips)
         model = LOAD(tmp_path / "in")
-        assert type(model.lm_head) is torch.nn.Linear
+        assert isinstance(model.lm_head, torch.nn.Linear)
         assert torch.equal(model.lm_head.weight, dense["lm_head.weight"])
 
 

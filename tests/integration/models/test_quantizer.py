@@ -18,6 +18,7 @@ from hf_vq.errors import VQConfigError, VQFormatError
 from hf_vq.hf import VQConfig, VQHfQuantizer, quantize_op, register
 from hf_vq.hf.module_patterns import matches
 from hf_vq.nn import VQLinear
+from hf_vq.nn.dense_head import DenseHead
 from hf_vq.nn.replace import vq_modules
 from tests.fixtures.checkpoints import CLEAN, LOAD, assert_same_state, logits
 from tests.fixtures.tiny_models import CONFIGS, tokens
@@ -165,7 +166,7 @@ def test_stored_bits_are_the_nominal_ones(tinybooks, tmp_path):
 def test_tied_weights_and_the_head_stay_dense(dense):
     for name in ("llama", "llama-tied"):
         model = LOAD(dense(name), quantization_config=VQConfig())
-        assert type(model.lm_head) is nn.Linear
+        assert type(model.lm_head) is DenseHead
         tied = model.lm_head.weight is model.model.embed_tokens.weight
         assert tied == (name == "llama-tied")
         assert len(vq_modules(model)) == 14
@@ -175,7 +176,7 @@ def test_tied_weights_and_the_head_stay_dense(dense):
 def test_skips_are_added_to_the_default_ones(dense, tmp_path, skip):
     config = VQConfig(modules_to_not_convert=[skip])
     model = LOAD(dense("llama"), quantization_config=config)
-    assert type(model.lm_head) is nn.Linear and 0 < len(vq_modules(model)) < 14
+    assert type(model.lm_head) is DenseHead and 0 < len(vq_modules(model)) < 14
     assert config.to_dict() == VQConfig(modules_to_not_convert=[skip]).to_dict()  # not changed
     model.save_pretrained(tmp_path)
     again, info = LOAD(tmp_path, output_loading_info=True)
