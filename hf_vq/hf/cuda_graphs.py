@@ -40,7 +40,8 @@ from .. import env, patches
 from ..cache.argument import CACHE
 from ..cache.static_layer import VQStaticLayer
 from ..errors import VQBackendError
-from ..nn.replace import vq_modules
+from ..nn.experts import VQExperts
+from ..nn.linear import VQLinear
 from .step.snapshot import has_hooks, package_of
 
 logger = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ _KNOWN = ("torch", "transformers", "hf_vq", "peft")  # packages that leave nothi
 _KEPT = 4  # graphs of a model
 _UNSETTLED = 8  # steps after which what runs has settled, or never does
 _GPUS = ("cuda",)  # types of devices
+_CODED = (VQLinear, VQExperts)
 
 Inputs = dict[str, Any]
 Step = Callable[..., Any]
@@ -163,9 +165,6 @@ def _automatic(model: PreTrainedModel, options: Inputs) -> torch.device | None:
     config, inputs = options["generation_config"], options.get("model_kwargs", {})
     if not _counts_on_the_gpu(inputs.get(CACHE)):
         return None
-    coded = any(type(layer) is VQStaticLayer for layer in inputs[CACHE].layers)
-    if not coded and not vq_modules(model):
-        return None
     own = vars(model).get(_METHOD)
     chosen = [getattr(one, "compile_config", None) for one in (config, model.generation_config)]
     if (
@@ -179,6 +178,9 @@ def _automatic(model: PreTrainedModel, options: Inputs) -> torch.device | None:
         or torch.nn.modules.module._has_any_global_hook()
         or any(map(_is_changed, model.modules()))
     ):
+        return None
+    coded = any(type(layer) is VQStaticLayer for layer in inputs[CACHE].layers)
+    if not coded and not any(isinstance(module, _CODED) for module in model.modules()):
         return None
     devices = {parameter.device for parameter in model.parameters()}
     device = devices.pop()

@@ -49,21 +49,21 @@ def check_embedding(model: Any, kind: str) -> None:
 
 def speed_up_head(model: Any) -> None:
     """Make the output head of a model a `DenseHead` if it is an nn.Linear."""
-    head = _head_of(model)
+    head = _part(model, "get_output_embeddings")
     if type(head) is nn.Linear:
         head.__class__ = DenseHead
 
 
-def _head_of(model: Any) -> Any:
+def _part(model: Any, getter: str) -> Any:
     try:
-        return model.get_output_embeddings()
+        return getattr(model, getter)()
     except (AttributeError, NotImplementedError):  # it has none, or Transformers does not know
         return None
 
 
 def restore_embedding(model: Any, dtype: torch.dtype) -> None:
     """Restore the dense embedding, the output head if it is tied, and the class of a dense one."""
-    head = _head_of(model)
+    head = _part(model, "get_output_embeddings")
     if type(head) is DenseHead:
         head.__class__ = nn.Linear  # type: ignore[assignment]
     old = next((m for m in model.modules() if isinstance(m, VQEmbedding)), None)
@@ -106,9 +106,10 @@ def put_module(model: Any, old: nn.Module, new: nn.Module) -> None:
 
 def advice(model: Any) -> str:
     """A sentence on a tied head that is dense and a large part of the model, or ""."""
-    head = _head_of(model)
-    embedding = None if head is None else model.get_input_embeddings()
-    if type(embedding) is not nn.Embedding or type(head) is not DenseHead or head.bias is not None:
+    embedding, head = _part(model, "get_input_embeddings"), _part(model, "get_output_embeddings")
+    if type(embedding) is not nn.Embedding or type(head) not in (nn.Linear, DenseHead):
+        return ""
+    if head.bias is not None:
         return ""
     tensors = [*model.parameters(), *model.buffers()]
     if head.weight is not embedding.weight or any(tensor.is_meta for tensor in tensors):
@@ -153,7 +154,9 @@ def _resize_token_embeddings(
                 f"a quantized embedding of {rows} rows cannot be resized to {requested}: resize "
                 "the dense model and quantize that, or dequantize this one first."
             )
-    return before(self, new_num_tokens, pad_to_multiple_of, *args, **kwargs)
+    found = before(self, new_num_tokens, pad_to_multiple_of, *args, **kwargs)
+    speed_up_head(self)  # Transformers makes another one
+    return found
 
 
 def _stored(model: Any, kind: str, seed: int) -> tuple[nn.Module, Any, VQEmbedding]:

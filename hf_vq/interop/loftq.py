@@ -13,9 +13,11 @@ from transformers import PreTrainedConfig
 
 from ..errors import VQBackendError, VQFormatError
 from ..nn.linear import VQLinear
+from ..nn.replace import check_in_memory, vq_modules
 from ..progress import Progress
 
 _OVERSAMPLED, _ITERATIONS = 8, 4  # of the randomized SVD
+_LARGEST = 0.5  # relative squared error: one bit a weight loses 1 - 2 / pi = .36
 
 
 @torch.no_grad()
@@ -30,20 +32,23 @@ def replace_lora_weights_loftq(
         model = get_peft_model(quantized, LoraConfig(target_modules="all-linear"))
         hf_vq.replace_lora_weights_loftq(model)
 
-    For W of the dense model, Q of the codes and rank r, B A is the best one of rank r for W - Q.
-    This is PEFT's function of the same name for models of codes.
+    For W of the dense model and Q of the codes, the adapter's product is nearly the best of its
+    rank for W - Q (a randomized SVD). This is PEFT's function of the same name for models of codes.
+    It loads the dense model on the CPU, and is called before training. Merging into codes loses
+    what they could not hold before.
 
     Args:
         peft_model: whose LoRA layers are on layers of codes; others stay unchanged.
-        model_path: of the dense model; None: where the quantized one was read, if that is dense.
-        adapter_name: which adapter.
+        model_path: of the dense model that was encoded, without transforms (`rotate`, `smooth`);
+            None: where the quantized one was read, if that is dense.
+        adapter_name: of the adapter that changes.
         callback: gets the model and the name of the layer that just changed; if it returns False,
             the layer gets its adapter from before.
 
     Raises:
-        VQBackendError: no such layer; an adapter that is merged or has a DoRA magnitude; no path of
-            a dense model.
-        VQFormatError: the dense model has no such weight.
+        VQBackendError: no such layer; an adapter that is merged, or is more than LoRA; no path of a
+            dense model.
+        VQFormatError: the dense model has no such weight, or another one than was encoded.
     """
     base: Any = peft_model
     if hasattr(base, "get_base_model"):
@@ -54,14 +59,17 @@ def replace_lora_weights_loftq(
             f"no layer of codes has a LoRA adapter {adapter_name!r}. Make one with peft's "
             "get_peft_model first."
         )
+    check_in_memory(vq_modules(base))
     dense = _dense_model(base, model_path)
     progress = Progress("LoftQ", len(layers))
-    for name, layer in layers.items():
-        progress.start(name)
-        residual = _dense_weight(dense, name, layer) - layer.get_base_layer().decoded()
-        _replace(peft_model, name, layer, adapter_name, residual, callback)
-        progress.done()
-    progress.close()
+    try:
+        for name, layer in layers.items():
+            progress.start(name)
+            residual = _residual(dense, name, layer.get_base_layer())
+            _replace(peft_model, name, layer, adapter_name, residual, callback)
+            progress.done()
+    finally:
+        progress.close()
 
 
 def _layers(base: nn.Module, adapter: str) -> Iterator[tuple[str, Any]]:
@@ -72,10 +80,12 @@ def _layers(base: nn.Module, adapter: str) -> Iterator[tuple[str, Any]]:
             continue
         if layer.merged:
             raise VQBackendError(f"an adapter is merged into {name}: call unmerge_adapter first.")
-        if adapter in getattr(layer, "lora_magnitude_vector", ()):
+        variants = getattr(layer, "lora_variant", {})
+        if adapter in variants or not isinstance(layer.lora_A, nn.ModuleDict):
+            kind = type(variants.get(adapter, layer)).__name__
             raise VQBackendError(
-                f"the adapter of {name} has a DoRA magnitude, which is made of its first weights. "
-                "Use LoftQ without use_dora."
+                f"the adapter of {name} is {kind}, which is more than LoRA: LoftQ is for LoRA as "
+                "such, without use_dora and the like."
             )
         yield name, layer
 
@@ -90,9 +100,8 @@ def _dense_model(base: Any, path: str | os.PathLike[str] | None) -> nn.Module:
     return dense
 
 
-def _dense_weight(dense: nn.Module, name: str, layer: Any) -> Tensor:
-    """W [out, in] of a layer, in float32 where the layer is."""
-    base = layer.get_base_layer()
+def _residual(dense: nn.Module, name: str, base: VQLinear) -> Tensor:
+    """W - Q of a layer [out, in], float32."""
     try:
         weight = dense.get_parameter(f"{name}.weight")
     except AttributeError:
@@ -103,7 +112,15 @@ def _dense_weight(dense: nn.Module, name: str, layer: Any) -> Tensor:
             f"{name}.weight of the dense model is {list(rows.shape)}, the codes say "
             f"{[base.out_features, base.in_features]}."
         )
-    return rows.to(base.weight.device, torch.float32)
+    rows = rows.to(base.weight.device, torch.float32)
+    residual = rows - base.decoded()
+    if residual.square().sum() > _LARGEST * rows.square().sum():
+        raise VQFormatError(
+            f"{name}.weight of the dense model is not what the codes store: another model, or one "
+            "that calibration transformed (rotate, smooth). Give model_path of the one that was "
+            "encoded."
+        )
+    return residual
 
 
 def _replace(
@@ -116,7 +133,8 @@ def _replace(
 ) -> None:
     a, b = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
     before = (a.clone(), b.clone()) if callback else None
-    with torch.random.fork_rng():
+    devices = [a.device] if a.device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
         torch.manual_seed(0)
         rank = len(a)
         searched = min(rank + _OVERSAMPLED, *residual.shape)

@@ -21,9 +21,25 @@ class DenseHead(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]."""
         y = None
-        if x.dtype is self.weight.dtype:
-            y = multiply_row(x, Dense(self.weight, "", self.in_features), self.bias)
-        return super().forward(x) if y is None else y
+        if takes(self, x):
+            y = multiply_row(x, Dense(self.weight, "", self.weight.shape[1]), self.bias)
+        # Not super(): a hook may have kept this method of a head that is an nn.Linear again.
+        return nn.Linear.forward(self, x) if y is None else y
+
+
+def takes(head: nn.Linear, x: Tensor) -> bool:
+    """True if x is one row that fits weight and bias, and these are stored as kernels read them."""
+    weight, bias = head.weight, head.bias
+    columns, alike = weight.shape[1], (x.dtype, x.device)
+    return (
+        x.numel() == columns > 0
+        and x.ndim > 0
+        and x.shape[-1] == columns
+        and (weight.dtype, weight.device) == alike
+        and weight.stride(1) == 1
+        and (bias is None or (bias.dtype, bias.device) == alike)
+        and (bias is None or (bias.shape == weight.shape[:1] and bias.is_contiguous()))
+    )
 
 
 def multiply_row(x: Tensor, weight: Dense, bias: Tensor | None = None) -> Tensor | None:

@@ -55,7 +55,7 @@ class Operand(NamedTuple):
 
 
 class Dense(NamedTuple):
-    """A matrix. Only `nn.DenseHead` multiplies floats: PyTorch's order of sums is nobody else's.
+    """A matrix. Only a `DenseHead` multiplies floats, and computes the same sums without a program.
 
     Args:
         tensor: [out, in] floats, for a product in rows; with `kind`, uint8 rows

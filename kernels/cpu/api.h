@@ -8,7 +8,7 @@
 #pragma once
 #include <stdint.h>
 
-#define HF_VQ_ABI_VERSION 13
+#define HF_VQ_ABI_VERSION 14
 
 #if defined(_WIN32)
 #define HF_VQ_API extern "C" __declspec(dllexport)

@@ -13,7 +13,7 @@ from torch import Tensor
 from ... import env, paths
 from ...errors import VQBackendError
 
-ABI_VERSION = 13  # HF_VQ_ABI_VERSION of the api.h that this module was written for
+ABI_VERSION = 14  # HF_VQ_ABI_VERSION of the api.h that this module was written for
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.bool: 3}
 """torch dtype -> enum hf_vq_dtype."""

@@ -76,7 +76,7 @@ class CompiledStep:
         self.program, self._run = program, library.hf_vq_step
         self._supports = library.hf_vq_step_supports
         self._places, size = _place(program)
-        self._memory = torch.full((size,), math.nan, dtype=torch.float32)
+        self._memory = torch.full((size,), math.nan, dtype=torch.float32, device="cpu")
         self._layers = [ctypes.create_string_buffer(LAYER.size) for _ in range(layers)]
         self._kept: list[Any] = [[] for _ in range(layers)]
         self._shape: dict[int, tuple[tuple[int, int, int], int, float, float]] = {}
@@ -243,7 +243,7 @@ class CompiledStep:
         Raises:
             VQBackendError: it does not; names the instruction.
         """
-        out = torch.empty(self.program.logits.shape, dtype=self.program.dtype)
+        out = torch.empty(self.program.logits.shape, dtype=self.program.dtype, device="cpu")
         self._out.value = out.data_ptr()
         for index in range(self._count):
             at = self._address + INSTRUCTION.size * index
@@ -318,7 +318,8 @@ def head(x: Tensor, weight: Dense, bias: Tensor | None = None) -> Tensor | None:
     plain = weight.tensor.stride(1) == 1 and (bias is None or bias.is_contiguous())
     if library is None or x.dtype not in native.DTYPES or not plain:
         return None
-    given, out = x.detach().float().contiguous(), torch.empty(rows)
+    given = x.detach().float().contiguous()
+    out = torch.empty(rows, dtype=torch.float32, device="cpu")
     matrix_ = ctypes.create_string_buffer(_dense(weight), DENSE.size)
     row = [(each.data_ptr(), 0, 0, 1, 0) for each in (out, given)]
     added = _NOTHING if bias is None else (bias.data_ptr(), 0, 0, 1, native.DTYPES[bias.dtype])

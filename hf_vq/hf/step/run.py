@@ -206,7 +206,7 @@ class _Native:
                 if taken is None or not self.compiled.bind(index, taken[0].view, taken[0][1:]):
                     return None  # PyTorch says what does not fit
                 places[number : number + 1] = [taken[1]]
-            out = torch.empty(self.logits, dtype=self.dtype)
+            out = torch.empty(self.logits, dtype=self.dtype, device="cpu")
             self.compiled.run(token, position, out)
             for index, each in zip(self.layers, places, strict=True):
                 if each.advance():

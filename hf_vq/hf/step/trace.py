@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from ...cache import VQCache
 from ...cache.argument import CACHE
 from ...cache.next_token import Slot
-from ...nn.dense_head import DenseHead
+from ...nn.dense_head import DenseHead, takes
 from ...nn.embedding import VQEmbedding, VQTiedHead
 from ...ops.program import POSITION, TOKEN, Dense, Program
 from .recorder import Numbers, Recorder, Refused, WindowAttention
@@ -128,6 +128,8 @@ def _whole_matrices(model: nn.Module, recorder: Recorder) -> Iterator[None]:
             op = _WHOLE.get(type(module))
             if op is None or getattr(module, "scheme", None) is not None:
                 continue  # the ops on codes are seen
+            if isinstance(module, DenseHead) and not takes(module, _row_of(module)):
+                continue  # PyTorch's product is seen, too
             if "forward" not in module.__dict__:
                 module.__dict__["forward"] = recorded(module, op)
                 changed.append(module)
@@ -137,9 +139,13 @@ def _whole_matrices(model: nn.Module, recorder: Recorder) -> Iterator[None]:
             del module.__dict__["forward"]
 
 
+def _row_of(head: DenseHead) -> Tensor:
+    return head.weight.new_empty(1, head.weight.shape[1])
+
+
 def _matrix(op: str, module: Any, x: Tensor, out: Tensor, recorder: Recorder) -> None:
     if not recorder.is_live(x):
-        raise Refused("an embedding of something else than the token")
+        raise Refused("a head or an embedding of something else than the token")
     weight = module.weight.detach()
     if isinstance(module, DenseHead):
         given = (x,) if module.bias is None else (x, module.bias)

@@ -79,7 +79,7 @@ inline void run_int8(int64_t first, int64_t last, void* context) {
   for (int64_t row = first + kStreams * apart; row < last; ++row) multiply_int8<1>(call, high, low, row, 0);
 }
 
-// The same of floats. Each row has one order of sums, wherever it lies.
+// Rows `row`, row + apart, .. of W in floats. Each row has one order of sums, wherever it lies.
 template <int Dtype, int Rows> inline void multiply_floats(const DenseCall& call, int64_t row, int64_t apart) {
   const hf_vq_dense& w = *call.w;
   const char* stored[Rows];

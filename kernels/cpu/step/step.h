@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A decoding step: the instructions of a program in order, in the calling thread. Products of large matrices and
-// attention take torch's threads; all else is too short for them. Results have PyTorch's bits: what has another order
-// of sums, or other polynomials, is left to the caller (HF_VQ_CALL).
+// attention take torch's threads; all else is too short for them. Results have PyTorch's bits, but for products: what
+// has another order of sums, or other polynomials, is left to the caller (HF_VQ_CALL).
 #pragma once
 #include "dense.h"
 #include "mean.h"

@@ -16,6 +16,7 @@ from hf_vq.errors import VQConfigError, VQFormatError
 from hf_vq.formats.published import AqlmLayout
 from hf_vq.interop import convert as converting
 from hf_vq.nn import VQLinear
+from hf_vq.nn.dense_head import DenseHead
 from hf_vq.nn.published import PublishedLinear
 from hf_vq.nn.replace import vq_modules
 from tests.fixtures.published_models import aqlm_layer, dense_twin, make_aqlm
@@ -118,7 +119,7 @@ def test_the_list_of_skipped_layers_may_name_modules_or_parameters(tmp_path):
     for skips in (["lm_head.weight", "model.embed_tokens.weight"], ["lm_head"], []):
         dense = make_aqlm(tmp_path / "in", skips=skips)
         model = LOAD(tmp_path / "in")
-        assert isinstance(model.lm_head, torch.nn.Linear)
+        assert type(model.lm_head) is DenseHead
         assert torch.equal(model.lm_head.weight, dense["lm_head.weight"])
 
 

@@ -86,7 +86,7 @@ def test_another_adapter_and_a_callback(dense, quantized):
     assert len(others) == 2 and all(m.lora_B["other"].weight.any() for m in others)
 
 
-def test_errors(dense, quantized):
+def test_errors(dense, quantized, tmp_path):
     loftq, path = hf_vq.replace_lora_weights_loftq, dense("llama")
     with pytest.raises(VQBackendError, match="get_peft_model first"):
         loftq(LOAD(quantized()), path)
@@ -94,12 +94,20 @@ def test_errors(dense, quantized):
         loftq(adapted(LOAD(quantized())), path, "other")
     with pytest.raises(VQBackendError, match="give model_path of the dense one"):
         loftq(adapted(LOAD(quantized())))
-    with pytest.raises(VQBackendError, match="without use_dora"):
+    with pytest.raises(VQBackendError, match="is DoraLinearVariant, which is more than LoRA"):
         loftq(adapted(LOAD(quantized()), use_dora=True), path)
     with pytest.raises(VQFormatError, match=r"q_proj.weight of the dense model is \[64, 64\]"):
         model = adapted(LOAD(quantized()))
         next(iter(vq_modules(model).values())).out_features = 32
         loftq(model, path)
+    other = LOAD(path)
+    other.model.layers[1].mlp.down_proj.weight.data.normal_()
+    other.save_pretrained(tmp_path)
+    with pytest.raises(VQFormatError, match=r"layers.1.mlp.down_proj.weight .* is not what"):
+        loftq(adapted(LOAD(quantized())), tmp_path)
+    ada = peft.AdaLoraConfig(target_modules=["q_proj"], init_r=4, total_step=8)
+    with pytest.raises(VQBackendError, match="more than LoRA"):
+        loftq(peft.get_peft_model(LOAD(quantized()), ada), path)
     model = adapted(LOAD(quantized()))
     model.merge_adapter()
     with pytest.raises(VQBackendError, match="call unmerge_adapter first"):

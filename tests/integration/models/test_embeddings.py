@@ -25,6 +25,7 @@ from hf_vq.formats.universal import universal_mse
 from hf_vq.hf import VQConfig
 from hf_vq.hf.embeddings import encode
 from hf_vq.hf.quantizer import VQHfQuantizer
+from hf_vq.nn.dense_head import DenseHead
 from hf_vq.nn.embedding import VQEmbedding, VQTiedHead
 from tests.fixtures.checkpoints import CLEAN, LOAD, assert_same_state, logits
 from tests.fixtures.tiny_models import tokens
@@ -73,7 +74,7 @@ def test_a_model_with_quantized_embeddings(dense, tmp_path, name, kind, monkeypa
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     assert type(embedding) is VQEmbedding and embedding.weight.dtype == torch.uint8
     tied = name == "llama-tied"
-    assert isinstance(head, VQTiedHead if tied else nn.Linear)
+    assert type(head) is (VQTiedHead if tied else DenseHead)
     assert (head.weight is embedding.weight) == tied
     # What is computed is what a dense model with these numbers would compute.
     plain = LOAD(dense(name), quantization_config=VQConfig("vq-4"))

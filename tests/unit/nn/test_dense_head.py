@@ -71,7 +71,7 @@ def test_numbers_that_are_not_finite():
 @pytest.mark.parametrize(
     "what", ["rows", "gradient", "autocast", "backend", "float64", "columns", "functional"]
 )
-def test_all_else_is_pytorch(what, monkeypatch):
+def test_all_else_is_pytorch(what, runs, monkeypatch):
     layer, plain = head(), nn.Linear(72, 130)
     x = torch.randn(2 if what == "rows" else 1, 72)
     if what == "gradient":
@@ -87,8 +87,10 @@ def test_all_else_is_pytorch(what, monkeypatch):
     with torch.autocast("cpu", torch.bfloat16, enabled=what == "autocast"):
         if what == "functional":
             assert torch.equal(torch.func.vmap(layer)(x), torch.func.vmap(plain)(x))
+            assert runs in ([], [False])
             return
         y = layer(x)
+        assert runs in ([], [False])
         assert torch.equal(y, plain(x)) and y.dtype == plain(x).dtype
     if what == "gradient":
         y.sum().backward()
@@ -102,3 +104,49 @@ def test_copies_and_files():
     assert isinstance(layer, nn.Linear) and list(layer.state_dict()) == ["weight", "bias"]
     compiled = torch.compile(layer, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), layer(x), rtol=0.02, atol=0.02)
+
+
+def test_a_hook_may_keep_the_method_of_a_head_that_is_dense_again():
+    layer = head()
+    kept, x = layer.forward, torch.randn(2, 72)
+    layer.__class__ = nn.Linear
+    assert torch.equal(kept(x), layer(x))
+
+
+def test_a_weight_that_is_offloaded_is_pytorchs_error():
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        head().to("meta")(torch.randn(1, 72))
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
+def test_the_default_dtype_changes_nothing(dtype):
+    layer, x = head(dtype=torch.bfloat16), torch.randn(1, 72).bfloat16()
+    wanted = layer(x)
+    torch.set_default_dtype(dtype)
+    try:
+        assert torch.equal(layer(x), wanted)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("what", ["more columns", "fewer columns", "bias", "dtype", "rows", "none"])
+def test_what_does_not_fit_is_as_in_pytorch(what):
+    layer, x = head(), torch.randn(1, 72)
+    if "columns" in what:
+        layer.weight = nn.Parameter(torch.randn(130, 80 if "more" in what else 64))
+    elif what == "bias":
+        layer.bias = nn.Parameter(torch.randn(1))
+    elif what == "dtype":
+        layer.bias = nn.Parameter(torch.randn(130).double())
+    elif what == "rows":
+        x = torch.randn(2, 36)
+    else:
+        layer.weight, x = nn.Parameter(torch.randn(130, 0)), torch.randn(1, 0)
+    results = []
+    for compute in (layer, lambda x: nn.functional.linear(x, layer.weight, layer.bias)):
+        try:
+            results.append(compute(x).tolist())
+        except RuntimeError as error:
+            results.append(str(error))
+    assert results[0] == results[1]
