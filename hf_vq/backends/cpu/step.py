@@ -309,14 +309,13 @@ def head(x: Tensor, weight: Dense, bias: Tensor | None = None) -> Tensor | None:
     Args:
         x: one row of any shape [.., in].
         weight: W [out, in].
-        bias: [out] floats.
+        bias: [out] floats, contiguous.
 
     Returns:
         [.., out]; None if the library does not run.
     """
     library, rows = native.load(), len(weight.tensor)
-    plain = weight.tensor.stride(1) == 1 and (bias is None or bias.is_contiguous())
-    if library is None or x.dtype not in native.DTYPES or not plain:
+    if library is None or x.dtype not in native.DTYPES or weight.tensor.stride(1) != 1:
         return None
     given = x.detach().float().contiguous()
     out = torch.empty(rows, dtype=torch.float32, device="cpu")

@@ -110,7 +110,7 @@ def install(model: PreTrainedModel, cache: VQCache, new: int) -> None:
     """Let a model on a CPU run its decoding steps over a `VQCache` as programs.
 
     By default it does once it was asked for as many tokens as pay for tracing a step. Programs
-    compute the bits of PyTorch, so no text depends on when that is.
+    compute the bits of the model without them, so no text depends on when that is.
 
     Args:
         cache: of a call of `generate`.

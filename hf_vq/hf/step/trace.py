@@ -149,7 +149,7 @@ def _matrix(op: str, module: Any, x: Tensor, out: Tensor, recorder: Recorder) ->
     weight = module.weight.detach()
     if isinstance(module, DenseHead):
         given = (x,) if module.bias is None else (x, module.bias)
-        recorder.emit(op, out, given, detail=Dense(weight, "", module.in_features))
+        recorder.emit(op, out, given, detail=Dense(weight, "", weight.shape[1]))
         return
     if module.kind != "int8":
         raise Refused(f"rows of {module.kind} have no instruction")

@@ -13,6 +13,7 @@ from hf_vq import VQCache, VQConfig
 from hf_vq.backends.cpu import library
 from hf_vq.backends.cpu import step as native_step
 from hf_vq.hf.step import run, why_not
+from hf_vq.nn.dense_head import DenseHead
 from tests.fixtures.native_steps import (
     COVERED,
     SIZES,
@@ -278,6 +279,30 @@ def test_a_window_over_several_memories(steps, monkeypatch):
     first = generate(monkeypatch, True, model, ids, 300, cache=cache)
     assert steps.count(True) >= 298
     same_steps(first, generate(monkeypatch, False, model, ids, 300))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("head", ["tied", "untied", "bias"])
+def test_a_dense_head_is_an_instruction_with_the_bits_of_the_module(head, dtype):
+    model = tiny("llama", dtype)
+    if head == "tied":
+        model.lm_head.weight = model.model.embed_tokens.weight
+    elif head == "bias":
+        model.lm_head.bias = torch.nn.Parameter(torch.randn(96).to(dtype))
+    model = hf_vq.quantize_model(model, VQConfig("turboquant-4", activations=None))
+    assert type(model.lm_head) is DenseHead
+    for change in range(2):
+        cache, token = prompted(model), torch.tensor(7)
+        found = run._steps_of(model).find(model, cache)
+        ops = [(one.op, one.detail) for one in found.compiled.program.instructions]
+        assert [d.tensor.dtype for op, d in ops if op == "dense"] == [dtype]
+        step, plain = both(model, cache, token)
+        assert torch.equal(step, plain), change
+        with torch.no_grad():  # in place, then another tensor
+            model.lm_head.weight.mul_(1.5)
+        step, plain = both(model, cache, token)
+        assert torch.equal(step, plain), change
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach() * 0.5)
 
 
 @pytest.mark.parametrize("lost", [0, 1])
