@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.cache_utils import Cache
 
-from hf_vq.formats.catalog import linear_scheme
+from hf_vq.formats.catalog import LinearScheme, linear_scheme
 from hf_vq.hf.fused_activations import fuse_inputs
 from hf_vq.nn import VQLinear
 from hf_vq.nn.quantized_module import share
@@ -51,22 +52,25 @@ def random_llama(
     dtype: torch.dtype,
     scheme: str | None,
     device: str = "cpu",
-    wanted: Callable[[str], bool] = lambda name: True,
+    but: Mapping[str, str | None] | None = None,
 ) -> LlamaForCausalLM:
     """The model with random weights; linear layers as codes of `scheme`, or dense (None).
 
     Args:
-        wanted: whether the linear layer of a name is stored as codes.
+        but: the schemes of single layers, by name.
     """
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
-    codes = {}
-    if scheme is not None:
-        stored = linear_scheme(scheme)
-        codes = replace_modules(model, lambda name: stored if wanted(name) else None)
+    schemes = but or {}
+
+    def stored(name: str) -> LinearScheme | None:
+        spec = schemes.get(name, scheme)
+        return None if spec is None else linear_scheme(spec)
+
+    codes = replace_modules(model, stored)
     model.to_empty(device=device)
     model.to(dtype)
-    sizes: dict[tuple[int, int], dict[str, Tensor]] = {}
+    sizes: dict[tuple[Any, ...], dict[str, Tensor]] = {}
     for module in codes.values():
         assert isinstance(module, VQLinear)
         _fill_codes(module, sizes, device)
@@ -81,12 +85,12 @@ def random_llama(
 
 
 def _fill_codes(
-    layer: VQLinear, sizes: dict[tuple[int, int], dict[str, Tensor]], device: str
+    layer: VQLinear, sizes: dict[tuple[Any, ...], dict[str, Tensor]], device: str
 ) -> None:
     """Random tensors, the same numbers in layers of one size: only where they lie matters."""
-    size = layer.out_features, layer.in_features
+    size = layer.scheme, layer.out_features, layer.in_features
     if size not in sizes:
-        found = random_tensors(layer.scheme, *size)
+        found = random_tensors(*size)
         sizes[size] = {key: tensor.to(device) for key, tensor in found.items()}
     for key, tensor in sizes[size].items():
         attribute = layer.attributes[key]

@@ -5,7 +5,7 @@ graphs: those of Transformers, or those of `hf_vq.capture`, as it does by itself
 the cache are codes. The suite measures as well: the same model after `hf_vq.capture`, a CUDA graph
 of one eager forward, which shows the gain of compilation; the time of a step by kind of kernel; its
 linear layers back to back; and the bytes that a step must read. The output layer stays dense, the
-default of `VQConfig`.
+default of `VQConfig`, but for a name such as `vq-4+head:turboquant-6`, which says its scheme.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ _ALONE_ROUNDS = 5
 _EAGER_ROUNDS = 3  # of 24 steps, and two before: the cache has room for them
 _FIRST = 8  # tokens that are not counted: compilers run, a graph is captured for a new cache
 _DTYPE = torch.bfloat16
+HEAD = "+head:"  # before the scheme of the output layer
 DENSE_ROW, CACHE = "bf16", "u4"  # without codes; of a VQCache
 _RATIOS = ("generate_ms", "captured_ms", "step_ms", "eager_graph_ms")
 DENSE, OTHERS, IDLE = "dense layers", "norms, RoPE, activations", "between kernels"
@@ -142,9 +143,11 @@ _session = _Session()
 
 
 def _open(name: str, cache: str, config: LlamaConfig) -> None:
-    scheme = None if name == DENSE_ROW else name
+    scheme, _, head = name.partition(HEAD)
     _session.name = name
-    _session.model = random_llama(config, _DTYPE, scheme, "cuda", lambda layer: layer != "lm_head")
+    _session.model = random_llama(
+        config, _DTYPE, None if scheme == DENSE_ROW else scheme, "cuda", {"lm_head": head or None}
+    )
     _session.cache = None
     if cache != DENSE_ROW:
         _session.cache = VQCache(config, cache, max_cache_len=PROMPT + TOKENS)

@@ -152,7 +152,7 @@ _session = _Session()
 def _open(weights: str, name: str, config: LlamaConfig) -> None:
     scheme = None if weights == DENSE else weights
     _session.weights, _session.name = weights, name
-    _session.model = random_llama(config, _DTYPE, scheme, "cuda", lambda layer: layer != "lm_head")
+    _session.model = random_llama(config, _DTYPE, scheme, "cuda", {"lm_head": None})
 
 
 @torch.no_grad()

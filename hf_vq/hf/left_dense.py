@@ -57,6 +57,8 @@ def choose_layers(
     check_entries("modules_to_not_convert", entries, modules, model)
     skips, kept = [*entries, *defaults], {*exact, *gates(found)}
     left = [n for n in names if n in kept or any(matches(n, entry) for entry in skips)]
+    if (head := requested_head(model, config, names)) in left:
+        left.remove(head)
     config.modules_to_not_convert = sorted({*entries, *left})
     wanted = {name: config.scheme_of(name) for name in names if name not in left}
     if config.layers is not None:
@@ -70,6 +72,29 @@ def choose_layers(
     misfits = leave_misfits(model, schemes, named)
     config.modules_to_not_convert = sorted({*config.modules_to_not_convert, *misfits})
     return {name: scheme for name, scheme in wanted.items() if name not in misfits}
+
+
+def requested_head(model: Any, config: VQConfig, names: Iterable[str]) -> str:
+    """Name of the output head, if an entry of `layers` matches it and no other of the layers
+    `names`; else "".
+
+    Raises:
+        VQConfigError: that head is tied to the embedding.
+    """
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    name = next((name for name in names if model.get_submodule(name) is head), "")
+    others = [other for other in names if other != name]
+    entries = [entry for entry in config.layers or () if name and matches(name, entry)]
+    entries = [entry for entry in entries if not any(matches(other, entry) for other in others)]
+    if not entries or any(matches(name, entry) for entry in config.modules_to_not_convert or ()):
+        return ""
+    tied = getattr(model, "all_tied_weights_keys", {})
+    if f"{name}.weight" in {*tied, *tied.values()}:
+        raise VQConfigError(
+            f"layers: {name} is tied to the embedding. Both are stored as codes by "
+            'VQConfig(embeddings="turboquant-6").'
+        )
+    return name
 
 
 def gates(layers: Iterable[tuple[str, nn.Module]]) -> list[str]:

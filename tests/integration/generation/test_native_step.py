@@ -305,6 +305,18 @@ def test_a_dense_head_is_an_instruction_with_the_bits_of_the_module(head, dtype)
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach() * 0.5)
 
 
+@pytest.mark.parametrize("scheme", ["vq-4", "turboquant-6"])
+def test_an_output_head_of_codes_is_an_instruction(scheme):
+    config = VQConfig("turboquant-4", layers={"lm_head": scheme}, activations=None)
+    model = hf_vq.quantize_model(tiny("llama"), config)
+    cache, token = prompted(model), torch.tensor(7)
+    found = run._steps_of(model).find(model, cache)
+    ops = [(one.op, one.detail) for one in found.compiled.program.instructions]
+    assert 96 in [len(detail.first.codes) for op, detail in ops if op == "codes"]
+    step, plain = both(model, cache, token)
+    torch.testing.assert_close(step, plain, rtol=1e-2, atol=1e-2)
+
+
 @pytest.mark.parametrize("lost", [0, 1])
 def test_an_interrupt_that_ctypes_loses_ends_the_step(lost, monkeypatch):
     """Ctrl-C before the first line of a callback: ctypes prints it, and says that all went well."""

@@ -19,8 +19,8 @@ from transformers import (
     Wav2Vec2ForCTC,
 )
 
-from hf_vq.errors import VQFormatError, VQSchemeError
-from hf_vq.hf import VQConfig
+from hf_vq.errors import VQConfigError, VQFormatError, VQSchemeError
+from hf_vq.hf import VQConfig, dequantize, quantize_model
 from hf_vq.hf.left_dense import weights_read
 from hf_vq.nn import VQLinear
 from hf_vq.nn.replace import convertible, vq_modules
@@ -284,3 +284,49 @@ def test_a_model_without_input_embeddings_is_dequantized(tmp_path):
     sound = torch.randn(1, 400)
     expected = model(sound).logits
     torch.testing.assert_close(model.dequantize()(sound).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def untied(folder, **more):
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=64, vocab_size=96, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, **more,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("activations", [None, "random"])
+@pytest.mark.parametrize("scheme", ["vq-4", "turboquant-6", "qoq-w4a8"])
+def test_an_output_head_that_is_named(tmp_path, scheme, activations):
+    """It has codes, of the model's scheme or of another, also in a model that is loaded again."""
+    folder = untied(tmp_path / "dense", tie_word_embeddings=False)
+    options = {"layers": {"lm_head": scheme}, "activations": activations}
+    model = LOAD(folder, quantization_config=VQConfig(**options))
+    assert isinstance(model.lm_head, VQLinear) and len(vq_modules(model)) == 15
+    assert model.lm_head.scheme == VQConfig(scheme).vq_scheme
+    assert "lm_head" not in model.config.quantization_config.modules_to_not_convert
+    model.save_pretrained(tmp_path / "vq")
+    again, info = LOAD(tmp_path / "vq", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert_same_state(model, again)
+    assert torch.equal(again(tokens()).logits, model(tokens()).logits)
+    in_memory = quantize_model(LOAD(folder), VQConfig(**options))
+    assert_same_state(model, in_memory)
+    dense = dequantize(again)
+    assert type(dense.lm_head) is nn.Linear
+    torch.testing.assert_close(dense(tokens()).logits, model(tokens()).logits, rtol=0.1, atol=0.1)
+
+
+def test_an_output_head_is_not_named_by_an_entry_for_all_layers(tmp_path):
+    folder = untied(tmp_path, tie_word_embeddings=False)
+    config = VQConfig(layers={".*": "vq-3"}, activations=None)
+    assert isinstance(LOAD(folder, quantization_config=config).lm_head, nn.Linear)
+    config = VQConfig(layers={"lm_head": "vq-3"}, modules_to_not_convert=["lm_head"])
+    with pytest.raises(VQConfigError, match="'lm_head' matches no module"):
+        LOAD(folder, quantization_config=config)
+
+
+def test_a_tied_output_head_that_is_named(tmp_path):
+    folder = untied(tmp_path, tie_word_embeddings=True)
+    with pytest.raises(VQConfigError, match=r"lm_head is tied .* VQConfig\(embeddings="):
+        LOAD(folder, quantization_config=VQConfig(layers={"lm_head": "vq-4"}))
