@@ -151,7 +151,6 @@ def ldlq_rows(
     *,
     search: bool = True,
     refit: bool = True,
-    scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Codes int64 [n, vectors, z] and scales fp16 [n, groups] of rotated rows [n, in] float32.
 
@@ -160,24 +159,15 @@ def ldlq_rows(
     Args:
         search: try FACTORS for every scale; otherwise it is the root mean square.
         refit: move every scale to the least weighted error of the codes found.
-        scales: fp16 [n, groups] to take as they are; then the codebooks of a band of tiles may be
-            given, too.
     """
-    upper = feedback.upper
-    tiled = scheme.codebook == "tile"
-    assigners = [Assigner(b, scheme) for b in (codebook[:, None] if tiled else codebook[None])]
-    width = scheme.tile[1] if tiled else rows.shape[1]
-    group_size = scheme.group(rows.shape[1])
-    size = min(group_size, width)  # a group may be wider than a tile
+    upper, assigner = feedback.upper, Assigner(codebook, scheme)
+    size = scheme.group(rows.shape[1])
     columns = rows.T.contiguous()  # [in, n]: a block of columns is one piece of memory
     codes, found_scales = [], []
     for first in range(0, len(columns), size):
         part, later = slice(first, first + size), slice(first + size, None)
-        group = _Group(columns[part], upper[part, part], assigners[first // width])
-        if scales is None:
-            found, scale, errors = group.fit(FACTORS if search else (1.0,), refit)
-        else:
-            found, scale, errors = group.rounded(scales[:, first // group_size])
+        group = _Group(columns[part], upper[part, part], assigner)
+        found, scale, errors = group.fit(FACTORS if search else (1.0,), refit)
         codes.append(found)
         found_scales.append(scale)
         columns[later].addmm_(upper[part, later].T, errors, alpha=-1)
@@ -207,11 +197,6 @@ class _Group:
             scale = self._refitted(entries, scale)
             codes, entries = self._round(self.columns, scale.float())
             scale = self._refitted(entries, scale)
-        return codes, scale, self.whiten @ (self.columns - entries * scale.float())
-
-    def rounded(self, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The same with fp16 scales [n] that are given."""
-        codes, entries = self._round(self.columns, scale.float())
         return codes, scale, self.whiten @ (self.columns - entries * scale.float())
 
     def _searched(self, rms: Tensor, factors: tuple[float, ...]) -> Tensor:

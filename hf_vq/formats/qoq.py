@@ -176,11 +176,30 @@ class Grid:
     step: Tensor
     zero: Tensor
 
-    def codes(self, weight: Tensor) -> Tensor:
-        """Codes of the values nearest to `weight` float32 [out, in], uint8 of its shape."""
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor], scheme: QoQScheme, in_features: int) -> Grid:
+        """The grid of stored tensors, by key."""
+        scale = tensors["scale"].float()
+        if not scheme.group:
+            zero = (tensors["zero"] / scale.clamp_min(1e-30)).round()
+            return cls(scheme, in_features, scale, torch.ones_like(scale), zero)
+        step, zero = tensors["step"].float(), tensors["zero"].float()
+        return cls(scheme, scheme.group_of(in_features), scale, step, zero)
+
+    def codes(self, weight: Tensor, dither: Tensor | None = None) -> Tensor:
+        """Codes of the values nearest to `weight` float32 [out, in], uint8 of its shape.
+
+        Args:
+            dither: random numbers from 0 to 1, of its shape, to round up or down with the chances
+                whose mean is the weight.
+        """
         level = _in_scales(weight, self.scale).unflatten(1, (-1, self.group))
         level = (level + self.zero[..., None]) / self.step[..., None]
-        return level.round().clamp(0, LARGEST_CODE).to(torch.uint8).flatten(1)
+        if dither is None:
+            level = level.round()
+        else:
+            level = (level + dither.unflatten(1, (-1, self.group))).floor()
+        return level.clamp(0, LARGEST_CODE).to(torch.uint8).flatten(1)
 
     def stored(self, codes: Tensor) -> dict[str, Tensor]:
         """The stored tensors of a matrix with the codes uint8 [out, in] (see the module)."""

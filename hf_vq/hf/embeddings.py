@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from .. import patches
 from ..errors import VQConfigError
 from ..fit import fit_weight, fixed_tensors
+from ..formats.catalog import linear_scheme
 from ..formats.coded_rows import row_shapes, scheme_of, stored_rows
 from ..formats.integers import encode_rows
 from ..nn.dense_head import DenseHead
@@ -18,6 +19,7 @@ from .tensor_parallel import ranks
 
 _ROWS = 8192  # of the vocabulary, in batches of which integers are made
 _LARGE = 0.2  # of a model: a dense head that `advice` speaks of
+_HEAD = "vq-4"  # the scheme that it names
 
 
 def embeddings_of(model: nn.Module) -> dict[str, nn.Module]:
@@ -105,23 +107,25 @@ def put_module(model: Any, old: nn.Module, new: nn.Module) -> None:
 
 
 def advice(model: Any) -> str:
-    """A sentence on a tied head that is dense and a large part of the model, or ""."""
+    """A sentence on an output head that is dense and a large part of the model, or ""."""
     embedding, head = _part(model, "get_input_embeddings"), _part(model, "get_output_embeddings")
     if type(embedding) is not nn.Embedding or type(head) not in (nn.Linear, DenseHead):
         return ""
-    if head.bias is not None:
-        return ""
     tensors = [*model.parameters(), *model.buffers()]
-    if head.weight is not embedding.weight or any(tensor.is_meta for tensor in tensors):
+    is_tied = head.weight is embedding.weight
+    if (is_tied and head.bias is not None) or any(tensor.is_meta for tensor in tensors):
         return ""
     own, whole = head.weight.nbytes, sum(tensor.nbytes for tensor in tensors)
     if own < _LARGE * whole:
         return ""
     rows, columns = head.weight.shape
-    size = rows * (columns + 2)
+    option, size = 'embeddings="int8"', float(rows * (columns + 2))
+    if not is_tied:
+        option = f"layers={{{_name(model, head)!r}: {_HEAD!r}}}".replace("'", '"')
+        size = linear_scheme(_HEAD).bits(columns, rows) * rows * columns / 8
     return (
         f"output head: dense, {own / 1e6:.3g} of the model's {whole / 1e6:.3g} MB, and every token "
-        f'reads it; VQConfig(embeddings="int8") stores it in {size / 1e6:.3g}.'
+        f"reads it; VQConfig({option}) stores it in {size / 1e6:.3g}."
     )
 
 

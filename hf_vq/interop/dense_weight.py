@@ -28,7 +28,7 @@ _VIEW = "_dense_view"  # attribute of a layer that shows its dense weight
 _FIXED = ("signs", "diagonal", "rotation")  # keys of what no weight decides, with their suffixes
 _ENOUGH = 0.9
 """Part of a change that rounding to nearest must leave, if the change is smaller than the weight;
-otherwise errors are fed back, which is slower and adds to the error of the weights."""
+otherwise codes are rounded at random, which adds to the error of the weights."""
 
 _swapping = threading.Lock()
 
@@ -140,8 +140,8 @@ def dense_weight(
 def encode_again(layer: VQLinear, dense: Tensor) -> Encoded:
     """Store another matrix [out_features, in_features] in a layer.
 
-    Scheme and rotation, with its diagonal, stay. Learned codebooks are fitted anew. Inputs of
-    calibration are not known any more, so weights are fitted as without it.
+    Scheme and rotation, with its diagonal, stay. After a small change, scales and codebooks stay,
+    too; otherwise they are fitted as without calibration.
 
     Raises:
         VQBackendError: codes, or those of the second pass, are offloaded.
@@ -160,18 +160,16 @@ def encode_again(layer: VQLinear, dense: Tensor) -> Encoded:
             "convert --requantize vq-4."
         )
     scheme, before = layer.scheme, layer.decoded().detach()
-    shared = {
-        key: layer.stored(name)
-        for key, name in layer.attributes.items()
-        if layer.specs[name].shared_name is not None
-    }
+    specs = {key: layer.specs[name] for key, name in layer.attributes.items()}
+    stored = {key: t.detach().to(specs[key].dtype) for key, t in layer.tensors().items()}
     found = fit_weight(dense, scheme, where=layer.where, fixed=_fixed(layer)).tensors
-    after = decoded({**shared, **found}, scheme, layer.in_features)
+    after = decoded({**stored, **found}, scheme, layer.in_features)
     is_small = bool((dense - before).norm() < dense.norm())
     if is_small and part_left(after, before, dense) < _ENOUGH:
-        found |= fit_small_change(dense, dense - before, {**shared, **found}, scheme, layer.where)
-        after = decoded({**shared, **found}, scheme, layer.in_features)
-    layer.assign(found, layer.bias)
+        found = {**stored, **fit_small_change(dense, stored, scheme, layer.where)}
+        after = decoded(found, scheme, layer.in_features)
+    own = {key: tensor for key, tensor in found.items() if specs[key].shared_name is None}
+    layer.assign(own, layer.bias)
     error = (after - dense).square().sum(dtype=torch.float64) / dense.square().sum()
     return Encoded(float(error), part_left(after, before, dense))
 

@@ -172,5 +172,10 @@ def test_what_a_dense_head_costs():
     assert said.startswith("output head: dense, 0.131 of the ") and 'embeddings="int8"' in said
     assert str(explain(model())).endswith(said)
     assert said.endswith("stores it in 0.0338.")
-    assert explain(model(tied=False)).head == explain(model(embeddings="int8")).head == ""
+    assert explain(model(embeddings="int8")).head == ""
+    said = explain(model(tied=False)).head
+    assert 'VQConfig(layers={"lm_head": "vq-4"}) stores it in 0.0' in said
+    coded = model(tied=False, layers={"lm_head": "vq-4"})
+    size = sum(tensor.nbytes for tensor in coded.lm_head.parameters())
+    assert explain(coded).head == "" and f" in {size / 1e6:.3g}." in said
     assert explain(model().to("meta")).head == ""

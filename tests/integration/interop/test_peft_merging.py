@@ -57,7 +57,6 @@ METHODS = {
     "waveft": ("WaveFTConfig", {"n_frequency": 20}),
 }
 OWN = 0.01  # relative squared error of vq-4
-FULL_RANK = ("hira", "c3a")  # no direction has room for what another one needs
 CHANGE_THE_BASE = ("pissa", "olora")  # when they are made
 
 
@@ -168,7 +167,7 @@ def test_method(quantized, tmp_path, monkeypatch, method, dtype):
             found = (base_layer.decoded() - wanted).square().sum() / wanted.square().sum()
             assert found <= 2 * OWN  # besides the error that the codes have anyway
             left = part_left(base_layer.decoded(), start[name], wanted)
-            assert left > 0.85 or method in FULL_RANK
+            assert left > 0.85
         merged = logits(model)
         model.unmerge_adapter()
         assert same(stored(model), with_adapter)
