@@ -94,7 +94,7 @@ TABLE = (
     ),
     Patch(
         "transformers.generation.utils:DeferredStopCheck",
-        "hf_vq.hf.cuda_graphs:reading_late",
+        "hf_vq.hf.graphs.late_reading:reading_late",
         (CAPTURE,),
         "the GPU does not wait for the host between two tokens; Transformers defers its check for "
         "the end of a text on MPS only",

@@ -1,9 +1,9 @@
 """Integration with Transformers: config, quantizer, attention, generation, saving."""
 
 from .config import VQConfig
-from .cuda_graphs import capture
 from .explain import explain
 from .generation import enable_cache_backend
+from .graphs.cuda_graphs import capture
 from .in_memory.quantize import dequantize, quantize_model
 from .in_memory.saved import load_quantized, save_quantized
 from .quantizer import VQHfQuantizer, register

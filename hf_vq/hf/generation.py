@@ -25,7 +25,8 @@ from .. import patches
 from ..cache import VQCache
 from ..cache.argument import CACHE
 from ..errors import VQCacheError
-from . import cuda_graphs, step
+from . import step
+from .graphs import cuda_graphs, greedy_loop
 from .step.snapshot import package_of
 
 BACKEND = "vq"
@@ -115,10 +116,19 @@ def around_the_loop(sample: Any) -> Any:
 
     @functools.wraps(sample)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        known = inspect.signature(sample).bind(self, *args, **kwargs).arguments
+        bound = inspect.signature(sample).bind(self, *args, **kwargs)
+        known = bound.arguments
         unchanging = package_of(sample) == _OWN and _runs_no_users_code(self, known)
         with cuda_graphs.loop(self, known, unchanging), step.loop(self, unchanging):
-            return sample(self, *args, **kwargs)
+            rest = greedy_loop.rest_of(self, known) if unchanging else None
+            if rest is None:
+                return sample(self, *args, **kwargs)
+            known["logits_processor"] = rest.seen
+            try:
+                with cuda_graphs.watching(rest.watch):
+                    return sample(*bound.args, **bound.kwargs)
+            except greedy_loop.HandOver as handed:
+                return rest.finish(handed)
 
     return wrapped
 

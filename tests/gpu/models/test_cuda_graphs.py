@@ -16,7 +16,7 @@ from transformers.generation.utils import DeferredStopCheck
 
 import hf_vq
 from hf_vq.cache import VQCache
-from hf_vq.hf import cuda_graphs
+from hf_vq.hf.graphs import cuda_graphs
 from tests.fixtures.generation import build, greedy, prompt
 
 pytestmark = [
@@ -37,17 +37,17 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     torch._dynamo.reset()
     monkeypatch.setenv("HF_VQ_CAPTURE", "0")
     counts = [0, 0]
-    replay, init = cuda_graphs._Graph.replay, cuda_graphs._Graph.__init__
+    launch, init = cuda_graphs._Graph.launch, cuda_graphs._Graph.__init__
 
-    def counted(self: Any, inputs: Any) -> Any:
+    def counted(self: Any, cache: Any) -> None:
         counts[1] += 1
-        return replay(self, inputs)
+        launch(self, cache)
 
     def made(self: Any, *args: Any) -> None:
         counts[0] += 1
         init(self, *args)
 
-    monkeypatch.setattr(cuda_graphs._Graph, "replay", counted)
+    monkeypatch.setattr(cuda_graphs._Graph, "launch", counted)
     monkeypatch.setattr(cuda_graphs._Graph, "__init__", made)
     return counts
 

@@ -27,7 +27,7 @@ import hf_vq
 from hf_vq import VQCache, patches
 from hf_vq.cache.argument import CACHE
 from hf_vq.errors import VQBackendError
-from hf_vq.hf import cuda_graphs
+from hf_vq.hf.graphs import cuda_graphs, late_reading
 from tests.fixtures.generation import build, prompt
 
 
@@ -92,7 +92,8 @@ def late(monkeypatch: pytest.MonkeyPatch, restored_patches: None) -> Iterator[An
     """A model on the CPU whose tokens are read one step late, as after `capture`; checks are
     counted."""
     monkeypatch.setattr(torch, "Event", Event)
-    monkeypatch.setattr(cuda_graphs, "_GPUS", ("cpu",))
+    monkeypatch.setattr(cuda_graphs, "GPUS", ("cpu",))
+    monkeypatch.setattr(late_reading, "GPUS", ("cpu",))
     patches.apply(patches.CAPTURE)
     model = build("gqa")
     captured = cuda_graphs._Captured.__new__(cuda_graphs._Captured)
@@ -243,7 +244,8 @@ def switched_off(model: Any, options: dict[str, Any]) -> None:
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, dict[str, Any]]:
     """A model on the CPU, and options of the loop over tokens, as `_automatic` gets them."""
-    monkeypatch.setattr(cuda_graphs, "_GPUS", ("cpu",))
+    monkeypatch.setattr(cuda_graphs, "GPUS", ("cpu",))
+    monkeypatch.setattr(late_reading, "GPUS", ("cpu",))
     model = build("gqa", "sdpa")
     monkeypatch.setattr(type(model), "_valid_auto_compile_criteria", lambda *args: True)
     cache = VQCache(model.config, max_cache_len=64, static=True)
@@ -282,7 +284,7 @@ def test_a_loop_of_another_library(as_on_a_gpu: Any) -> None:
     """Its arguments may have no names."""
     model, options = as_on_a_gpu
     with cuda_graphs.loop(model, {"args": (), "kwargs": options}, True):
-        assert cuda_graphs._in_loop() is None
+        assert cuda_graphs.in_loop() is None
 
 
 def test_hooks_of_all_modules(as_on_a_gpu: Any) -> None:
@@ -393,7 +395,8 @@ def captures_on_the_cpu(monkeypatch: pytest.MonkeyPatch, restored_patches: None)
     """Models on the CPU are compiled as captured ones are; nothing is recorded."""
     torch._dynamo.reset()
     monkeypatch.setattr(torch, "Event", Event)
-    monkeypatch.setattr(cuda_graphs, "_GPUS", ("cpu",))
+    monkeypatch.setattr(cuda_graphs, "GPUS", ("cpu",))
+    monkeypatch.setattr(late_reading, "GPUS", ("cpu",))
     monkeypatch.setattr(cuda_graphs, "_Captured", OnTheCpu)
     monkeypatch.setattr(cuda_graphs, "_on_gpu", lambda x: isinstance(x, torch.Tensor))
     compiles = {

@@ -9,7 +9,7 @@ of torch.compile compare addresses: Python, while the GPU waits. Here the first 
     next step     captured as a CUDA graph, unless there is one of just that
     all others    copy the token, its position and the mask; replay
 
-And the host reads a token while the GPU already computes the next one (`reading_late`):
+And the host reads a token while the GPU already computes the next one (`late_reading`):
 
     GPU     step 1 | step 2 | step 3 | ..
     host           launch 2, read 1 | launch 3, read 2 | ..
@@ -20,13 +20,12 @@ by `hf_vq.capture`.
 
 from __future__ import annotations
 
-import inspect
 import logging
 import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -36,13 +35,13 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unfl
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, StaticLayer
 
-from .. import env, patches
-from ..cache.argument import CACHE
-from ..cache.static_layer import VQStaticLayer
-from ..errors import VQBackendError
-from ..nn.experts import VQExperts
-from ..nn.linear import VQLinear
-from .step.snapshot import has_hooks, package_of
+from ... import env, patches
+from ...cache.argument import CACHE
+from ...cache.static_layer import VQStaticLayer
+from ...errors import VQBackendError
+from ...nn.experts import VQExperts
+from ...nn.linear import VQLinear
+from ..step.snapshot import has_hooks, package_of
 
 logger = logging.getLogger(__name__)
 _ATTRIBUTE = "_hf_vq_captured"  # of a model: a `_Captured`, or False where that is switched off
@@ -50,11 +49,12 @@ _METHOD = "get_compiled_call"
 _KNOWN = ("torch", "transformers", "hf_vq", "peft")  # packages that leave nothing behind in a step
 _KEPT = 4  # graphs of a model
 _UNSETTLED = 8  # steps after which what runs has settled, or never does
-_GPUS = ("cuda",)  # types of devices
+GPUS = ("cuda",)  # types of devices
 _CODED = (VQLinear, VQExperts)
 
 Inputs = dict[str, Any]
 Step = Callable[..., Any]
+Watch = Callable[["_Captured", "_Graph", Inputs], None]
 
 
 def capture(model: PreTrainedModel, enabled: bool | None = True) -> None:
@@ -115,7 +115,7 @@ def loop(model: Any, options: dict[str, Any], unchanging: bool) -> Iterator[None
     if captured is None or (captured and captured.automatic):
         unchanging = unchanging and config is not None
         captured = _capture_by_itself(model, options) if unchanging else None
-    outer = _in_loop(), getattr(_thread, "is_late", False)
+    outer = in_loop(), getattr(_thread, "is_late", False)
     # A step too many would draw once more from the generator of one who did not ask for it.
     late = captured and not (captured.automatic and config and config.do_sample)
     _thread.captured, _thread.is_late = captured, bool(late)
@@ -135,7 +135,7 @@ def loop(model: Any, options: dict[str, Any], unchanging: bool) -> Iterator[None
 def _get_compiled_call(model: PreTrainedModel, compile_config: Any) -> Step:
     """`get_compiled_call` while a captured model generates, in any thread."""
     compiled: Step = type(model).get_compiled_call(model, compile_config)
-    captured = _in_loop()
+    captured = in_loop()
     if not captured or captured is not model.__dict__.get(_ATTRIBUTE):
         return compiled
     return _Decoding(captured, compiled)
@@ -160,7 +160,7 @@ def _automatic(model: PreTrainedModel, options: Inputs) -> torch.device | None:
     the GPU's work. A captured model is right where compiled code is, unless Python of the user's
     runs in the model, or was chosen for compiling it.
     """
-    if not env.CAPTURE.get() or model.device.type not in _GPUS:
+    if not env.CAPTURE.get() or model.device.type not in GPUS:
         return None
     config, inputs = options["generation_config"], options.get("model_kwargs", {})
     if not _counts_on_the_gpu(inputs.get(CACHE)):
@@ -205,62 +205,44 @@ def _is_changed(module: torch.nn.Module) -> bool:
     )
 
 
-def reading_late(before: Any) -> Any:
-    """`DeferredStopCheck`, which Transformers has for MPS, for captured models: the host learns
-    one step late that a text has ended."""
-
-    class LateStopCheck(before):
-        @staticmethod
-        def is_supported(*args: Any, **kwargs: Any) -> bool:
-            known = inspect.signature(before.is_supported).bind(*args, **kwargs).arguments
-            late = getattr(_thread, "is_late", False) and not known.get("is_assistant")
-            if not late or known["device"].type not in _GPUS:
-                return bool(before.is_supported(*args, **kwargs))
-            return not known.get("cache_is_returned", True) or _forgets(known["cache"])
-
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            bound = inspect.signature(before).bind(*args, **kwargs)
-            known = bound.arguments
-            self.coded, self.place = None, known["input_ids"].device
-            if known.get("cache_is_returned") and _forgets(known["cache"]):
-                self.coded, known["cache_is_returned"] = known["cache"], False
-            super().__init__(*bound.args, **bound.kwargs)
-
-        def __call__(self, *args: Any) -> bool:
-            with _on(self.place):
-                return bool(super().__call__(*args))
-
-        def finish(self) -> int:
-            with _on(self.place):
-                undone: int = super().finish()
-                if undone and self.coded is not None:
-                    self.coded.crop(-undone)
-            return undone
-
-    return LateStopCheck
-
-
-def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """An event is recorded on the current device, whichever it was made for."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-def _forgets(cache: Any) -> bool:
-    """True if the cache can forget its last tokens, and nothing need be asked for it before."""
-    layers = getattr(cache, "layers", ())
-    return bool(layers) and all(type(layer) is VQStaticLayer for layer in layers)
-
-
 # `.ran`: what compiled code of this thread ran, on which memory; `.captured`: of the model that
-# generates; `.is_late`: its tokens are read late.
+# generates; `.is_late`: its tokens are read late; `.watch`: sees the inputs of each replay.
 _thread = threading.local()
 
 
-def _in_loop() -> _Captured | None:
+def in_loop() -> _Captured | None:
+    """What is captured of the model that generates in this thread."""
     return getattr(_thread, "captured", None)
 
 
 _one_at_a_time = threading.Lock()  # all that is captured
+
+
+def reads_late() -> bool:
+    """True if the model that generates in this thread is captured, and its tokens are read late."""
+    return getattr(_thread, "is_late", False)
+
+
+@contextmanager
+def watching(watch: Watch) -> Iterator[None]:
+    """Call `watch` with the graph and the inputs of every step, before it is replayed."""
+    outer = getattr(_thread, "watch", None)
+    _thread.watch = watch
+    try:
+        yield
+    finally:
+        _thread.watch = outer
+
+
+@contextmanager
+def recording(captured: _Captured, graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
+    """Capture what is launched within as `graph`. Other threads (a streamer's) may use the GPU
+    meanwhile."""
+    record = torch.cuda.graph(graph, pool, captured.stream, capture_error_mode="thread_local")
+    before = torch.cuda.stream(torch.cuda.current_stream(captured.device))
+    # Where recording fails, it leaves its own stream as the current one.
+    with _one_at_a_time, torch.cuda.device(captured.device), before, record:
+        yield
 
 
 def _backend(graph: Any, inputs: Any) -> Step:
@@ -274,6 +256,14 @@ def _backend(graph: Any, inputs: Any) -> Step:
         return compiled(*flat)
 
     return run
+
+
+def record(captured: _Captured, launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """What `launch` launches, as a graph with memory of its own; it does not run."""
+    graph = torch.cuda.CUDAGraph()
+    with recording(captured, graph, None):
+        launch()
+    return graph
 
 
 class _Captured:
@@ -335,18 +325,14 @@ class _Graph:
         coded = [layer for layer in cache.layers if isinstance(layer, VQStaticLayer)]
         self.codebooks = [(layer.k.codebook, layer.v.codebook) for layer in coded]
         self.graph = torch.cuda.CUDAGraph()
-        # Other threads (a streamer's) may use the GPU meanwhile.
-        recording = torch.cuda.graph(
-            self.graph, captured.pool, captured.stream, capture_error_mode="thread_local"
-        )
-        before = torch.cuda.stream(torch.cuda.current_stream(captured.device))
-        try:  # where recording fails, it leaves its own stream as the current one
-            with _one_at_a_time, torch.cuda.device(captured.device), before, recording:
+        try:
+            with recording(captured, self.graph, captured.pool):
                 out = captured.compiled(**own, **{CACHE: cache})
         finally:
             _thread.ran = None
         self.kind = type(out)
         self.out = {name: x for name, x in out.items() if name != CACHE}
+        self.next: dict[Any, Any] = {}  # of `greedy_loop`
 
     def takes(self, inputs: Inputs) -> bool:
         """True if `inputs` differ from the captured ones in values only."""
@@ -358,13 +344,17 @@ class _Graph:
         for x, own in zip(_leaves(inputs)[0], self.inputs, strict=True):
             if isinstance(x, Tensor):
                 own.copy_(x)
-        self.graph.replay()
         cache = inputs[CACHE]
+        self.launch(cache)
+        out = tree_map_only(Tensor, Tensor.clone, self.out)  # the next replay overwrites it
+        return self.kind(**out, **{CACHE: cache})
+
+    def launch(self, cache: Cache) -> None:
+        """One step on the present `inputs`, to `out`."""
+        self.graph.replay()
         for layer in cache.layers:
             if isinstance(layer, VQStaticLayer):
                 layer.stale = True
-        out = tree_map_only(Tensor, Tensor.clone, self.out)  # the next replay overwrites it
-        return self.kind(**out, **{CACHE: cache})
 
 
 class _Decoding:
@@ -393,8 +383,15 @@ class _Decoding:
                     graph = self._record(inputs)
                 self.graph = graph and captured.keep(self.key, graph)
             if self.graph is not None and self.graph.takes(inputs):
+                self._watch(self.graph, inputs)
                 return self.graph.replay(inputs)
         return self.compiled(**inputs) if self.gave_up else self._checked(inputs)
+
+    def _watch(self, graph: _Graph, inputs: Inputs) -> None:
+        """Leave the loop over tokens, by an exception, if it can go on without Transformers."""
+        watch: Watch | None = getattr(_thread, "watch", None)
+        if watch is not None:
+            watch(self.captured, graph, inputs)
 
     def _record(self, inputs: Inputs) -> _Graph | None:
         """A graph of the step, which does not run; None: it cannot be one, and nobody asked."""
@@ -450,6 +447,11 @@ def _repeats(inputs: Inputs) -> bool:
 def _counts_on_the_gpu(cache: Any) -> bool:
     layers = getattr(cache, "layers", ()) if isinstance(cache, Cache) else ()
     return bool(layers) and all(type(layer) in (StaticLayer, VQStaticLayer) for layer in layers)
+
+
+def leaves(inputs: Inputs) -> list[Any]:
+    """All inputs but the cache, in the order of `_Graph.inputs`."""
+    return _leaves(inputs)[0]
 
 
 def _leaves(inputs: Inputs) -> tuple[list[Any], TreeSpec]:
