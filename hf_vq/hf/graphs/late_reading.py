@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...cache.static_layer import VQStaticLayer
-from .cuda_graphs import GPUS, reads_late
+from . import cuda_graphs
 
 
 def reading_late(before: Any) -> Any:
@@ -20,8 +20,8 @@ def reading_late(before: Any) -> Any:
         @staticmethod
         def is_supported(*args: Any, **kwargs: Any) -> bool:
             known = inspect.signature(before.is_supported).bind(*args, **kwargs).arguments
-            late = reads_late() and not known.get("is_assistant")
-            if not late or known["device"].type not in GPUS:
+            late = cuda_graphs.reads_late() and not known.get("is_assistant")
+            if not late or known["device"].type not in cuda_graphs.GPUS:
                 return bool(before.is_supported(*args, **kwargs))
             return not known.get("cache_is_returned", True) or forgets(known["cache"])
 

@@ -27,7 +27,7 @@ import hf_vq
 from hf_vq import VQCache, patches
 from hf_vq.cache.argument import CACHE
 from hf_vq.errors import VQBackendError
-from hf_vq.hf.graphs import cuda_graphs, late_reading
+from hf_vq.hf.graphs import cuda_graphs
 from tests.fixtures.generation import build, prompt
 
 
@@ -93,7 +93,6 @@ def late(monkeypatch: pytest.MonkeyPatch, restored_patches: None) -> Iterator[An
     counted."""
     monkeypatch.setattr(torch, "Event", Event)
     monkeypatch.setattr(cuda_graphs, "GPUS", ("cpu",))
-    monkeypatch.setattr(late_reading, "GPUS", ("cpu",))
     patches.apply(patches.CAPTURE)
     model = build("gqa")
     captured = cuda_graphs._Captured.__new__(cuda_graphs._Captured)
@@ -163,7 +162,7 @@ def test_other_models_and_caches_read_every_token_at_once(
     assert late.late_checks == 0
     ended(late, VQCache(plain.config, max_cache_len=64, static=True), None, ids)
     assert late.late_checks == 20
-    monkeypatch.setattr(cuda_graphs, "_GPUS", ("cuda",))  # the model has moved to the CPU since
+    monkeypatch.setattr(cuda_graphs, "GPUS", ("cuda",))  # the model has moved to the CPU since
     ended(late, VQCache(plain.config, max_cache_len=64, static=True), None, ids)
     assert late.late_checks == 20
     hf_vq.capture(late, enabled=False)
@@ -245,7 +244,6 @@ def switched_off(model: Any, options: dict[str, Any]) -> None:
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, dict[str, Any]]:
     """A model on the CPU, and options of the loop over tokens, as `_automatic` gets them."""
     monkeypatch.setattr(cuda_graphs, "GPUS", ("cpu",))
-    monkeypatch.setattr(late_reading, "GPUS", ("cpu",))
     model = build("gqa", "sdpa")
     monkeypatch.setattr(type(model), "_valid_auto_compile_criteria", lambda *args: True)
     cache = VQCache(model.config, max_cache_len=64, static=True)
@@ -296,7 +294,7 @@ def test_hooks_of_all_modules(as_on_a_gpu: Any) -> None:
 
 
 def test_models_elsewhere(as_on_a_gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_graphs, "_GPUS", ("cuda",))
+    monkeypatch.setattr(cuda_graphs, "GPUS", ("cuda",))
     assert cuda_graphs._automatic(*as_on_a_gpu) is None
 
 
@@ -396,7 +394,6 @@ def captures_on_the_cpu(monkeypatch: pytest.MonkeyPatch, restored_patches: None)
     torch._dynamo.reset()
     monkeypatch.setattr(torch, "Event", Event)
     monkeypatch.setattr(cuda_graphs, "GPUS", ("cpu",))
-    monkeypatch.setattr(late_reading, "GPUS", ("cpu",))
     monkeypatch.setattr(cuda_graphs, "_Captured", OnTheCpu)
     monkeypatch.setattr(cuda_graphs, "_on_gpu", lambda x: isinstance(x, torch.Tensor))
     compiles = {

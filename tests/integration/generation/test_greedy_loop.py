@@ -24,7 +24,7 @@ from transformers import (
 
 from hf_vq import VQCache, patches
 from hf_vq.cache.argument import CACHE
-from hf_vq.hf.graphs import cuda_graphs, greedy_loop, late_reading
+from hf_vq.hf.graphs import cuda_graphs, greedy_loop
 from tests.fixtures.generation import build, prompt
 from tests.integration.generation.test_cuda_graphs import Event, Streamed
 
@@ -76,8 +76,7 @@ def left(monkeypatch: pytest.MonkeyPatch, restored_patches: None) -> Iterator[li
     """Tokens that were chosen after the loop was left, of each call that did."""
     counts: list[int] = []
     monkeypatch.setattr(torch, "Event", Event)
-    for module in (cuda_graphs, late_reading):
-        monkeypatch.setattr(module, "GPUS", ("cpu",))
+    monkeypatch.setattr(cuda_graphs, "GPUS", ("cpu",))
     monkeypatch.setattr(cuda_graphs, "_on_gpu", lambda x: isinstance(x, Tensor))
     monkeypatch.setattr(cuda_graphs, "_Captured", Captured)
     monkeypatch.setattr(cuda_graphs, "_Graph", Graph)
