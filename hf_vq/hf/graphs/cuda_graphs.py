@@ -211,7 +211,7 @@ _thread = threading.local()
 
 
 def in_loop() -> _Captured | None:
-    """What is captured of the model that generates in this thread."""
+    """The captured model that generates in this thread, or None."""
     return getattr(_thread, "captured", None)
 
 
@@ -259,7 +259,7 @@ def _backend(graph: Any, inputs: Any) -> Step:
 
 
 def record(captured: _Captured, launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """What `launch` launches, as a graph with memory of its own; it does not run."""
+    """Capture the launches of `launch`, which do not run, as a graph with separate memory."""
     graph = torch.cuda.CUDAGraph()
     with recording(captured, graph, None):
         launch()

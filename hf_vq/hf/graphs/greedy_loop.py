@@ -101,7 +101,7 @@ class _Seen(LogitsProcessorList):
     ids: Tensor | None = None
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
-        """The scores as they are."""
+        """Return the scores unchanged."""
         self.ids = input_ids
         return scores
 
