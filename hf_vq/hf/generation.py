@@ -121,14 +121,14 @@ def around_the_loop(sample: Any) -> Any:
         unchanging = package_of(sample) == _OWN and _runs_no_users_code(self, known)
         with cuda_graphs.loop(self, known, unchanging), step.loop(self, unchanging):
             rest = greedy_loop.rest_of(self, known) if unchanging else None
-            if rest is None:
-                return sample(self, *args, **kwargs)
-            known["logits_processor"] = rest.seen
-            try:
-                with cuda_graphs.watching(rest.watch):
+            with cuda_graphs.watching(rest.watch if rest else None):
+                if rest is None:
+                    return sample(self, *args, **kwargs)
+                known["logits_processor"] = rest.seen
+                try:
                     return sample(*bound.args, **bound.kwargs)
-            except greedy_loop.HandOver as handed:
-                return rest.finish(handed)
+                except greedy_loop.HandOver as handed:
+                    return rest.finish(handed)
 
     return wrapped
 

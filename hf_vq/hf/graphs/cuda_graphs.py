@@ -224,7 +224,7 @@ def reads_late() -> bool:
 
 
 @contextmanager
-def watching(watch: Watch) -> Iterator[None]:
+def watching(watch: Watch | None) -> Iterator[None]:
     """Call `watch` with the graph and the inputs of every step, before it is replayed."""
     outer = getattr(_thread, "watch", None)
     _thread.watch = watch

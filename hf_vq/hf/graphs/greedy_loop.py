@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from transformers.generation import (
     EosTokenCriteria,
+    GenerationMixin,
     LogitsProcessorList,
     MaxLengthCriteria,
     StoppingCriteriaList,
@@ -33,6 +34,9 @@ from . import cuda_graphs, late_reading
 from .cuda_graphs import Inputs
 
 _RESULTS = ("return_dict_in_generate", "is_assistant")  # options with which more is returned
+_INPUTS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
+"""Methods that make the inputs of a step; those of Phi-3 differ beyond some length."""
+
 _ROOM = 1024  # tokens of a text that a graph has memory for, at least
 _PARTS, _FEWEST = 512, 32  # of the vocabulary, in which the largest logits are found first
 
@@ -40,14 +44,14 @@ _PARTS, _FEWEST = 512, 32  # of the vocabulary, in which the largest logits are 
 class HandOver(Exception):
     """Leaves `_sample` before a step."""
 
-    def __init__(self, captured: Any, graph: Any, inputs: Inputs, rules: list[Rule]) -> None:
+    def __init__(self, captured: Any, graph: Any, following: _Next, begin: _Begin) -> None:
         super().__init__()
-        self.captured, self.graph, self.inputs, self.rules = captured, graph, inputs, rules
+        self.captured, self.graph, self.following, self.begin = captured, graph, following, begin
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What becomes of an input of one step in the next.
+    """Change of an input from one step to the next.
 
     Args:
         kind: `token`: the one that was chosen. `same`. `count`: one more, as positions. `column`:
@@ -58,6 +62,14 @@ class Rule:
     kind: str
     column: int = 0
     value: Any = None
+
+
+@dataclass(frozen=True)
+class _Begin:
+    """Inputs of the first step, and their rules."""
+
+    inputs: Inputs
+    rules: list[Rule]
 
 
 def rest_of(model: Any, options: dict[str, Any]) -> Rest | None:
@@ -79,6 +91,8 @@ def rest_of(model: Any, options: dict[str, Any]) -> Rest | None:
         or not {type(each) for each in stopping} <= {EosTokenCriteria, MaxLengthCriteria}
         or stopping.max_length is None
         or model.config.is_encoder_decoder
+        or hasattr(model, "create_masks_for_generate")
+        or any(getattr(type(model), name) is not getattr(GenerationMixin, name) for name in _INPUTS)
         or not _attends_to_all(model.config.get_text_config(decoder=True))
     ):
         return None
@@ -107,7 +121,7 @@ class _Seen(LogitsProcessorList):
 
 
 class Rest:
-    """What is to be done after Transformers' loop was left, and when to leave it.
+    """Leave Transformers' loop once its inputs are known, and finish the text.
 
     Args:
         prompt: number of its tokens.
@@ -143,7 +157,8 @@ class Rest:
                     self.is_known = False
                     return
                 if self._has_room(leaves, rules):
-                    raise HandOver(captured, graph, inputs, rules)
+                    following = self._following(captured, graph, rules, len(inputs["input_ids"]))
+                    raise HandOver(captured, graph, following, _Begin(inputs, rules))
         self.before = graph, [x.clone() if isinstance(x, Tensor) else x for x in leaves], rules
 
     def _has_room(self, leaves: list[Any], rules: list[Rule]) -> bool:
@@ -159,31 +174,30 @@ class Rest:
         Args:
             handed: over by the loop, before a step on its inputs.
         """
-        captured, inputs = handed.captured, handed.inputs
+        captured, inputs = handed.captured, handed.begin.inputs
         assert self.seen.ids is not None
         ids = torch.cat([self.seen.ids, inputs["input_ids"]], 1)
         goes_on = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
         if self.ends is not None:
-            self.ends = self.ends.to(ids.device)
-            goes_on = ~torch.isin(ids[:, self.prompt :], self.ends).any(1)
+            goes_on = ~torch.isin(ids[:, self.prompt :], self.ends.to(ids.device)).any(1)
         left = self.length - ids.shape[1]
         if left <= 0 or not bool(goes_on.any()):
             return ids
         with captured.lock, late_reading.on(captured.device):
-            following = self._following(handed, len(ids))
-            following.begin(inputs, handed.rules, goes_on)
-            return torch.cat([ids, self._run(handed.graph, following, inputs[CACHE], left)], 1)
+            handed.following.begin(handed.begin, goes_on)
+            tokens = self._run(handed.graph, handed.following, inputs[CACHE], left)
+            return torch.cat([ids, tokens], 1)
 
-    def _following(self, handed: HandOver, rows: int) -> _Next:
-        ends = None if self.ends is None else tuple(self.ends.tolist())
-        pad = 0 if self.ends is None or self.pad is None else int(self.pad)
-        kinds = tuple((rule.kind, rule.value) for rule in handed.rules)
-        key = ends, pad, kinds
+    def _following(self, captured: Any, graph: Any, rules: list[Rule], rows: int) -> _Next:
+        ends = None if self.ends is None else self.ends.to(captured.device)
+        pad = 0 if ends is None or self.pad is None else int(self.pad)
+        kinds = tuple((rule.kind, rule.value) for rule in rules)
+        key = ends if ends is None else tuple(ends.tolist()), pad, kinds
         room = max(_ROOM, 1 << (self.length - self.prompt - 1).bit_length())
-        found: _Next | None = handed.graph.next.get(key)
+        found: _Next | None = graph.next.get(key)
         if found is None or found.tokens.shape[1] < room:
-            found = _Next(handed.captured, handed.graph, rows, room, self.ends, pad, handed.rules)
-            handed.graph.next = {key: found}
+            found = _Next(captured, graph, rows, room, ends, pad, rules)
+            graph.next = {key: found}
         return found
 
     def _run(self, graph: Any, following: _Next, cache: Any, left: int) -> Tensor:
@@ -226,7 +240,7 @@ class _Flags:
 
 
 class _Next:
-    """What follows a step, as a graph: the choice of tokens, and the inputs of the next one.
+    """Graph after a step: the choice of tokens, and the inputs of the next one.
 
     Args:
         rows: number of texts.
@@ -257,14 +271,14 @@ class _Next:
         self.flags = _Flags(device)
         self.graph = cuda_graphs.record(captured, self._advance)
 
-    def begin(self, inputs: Inputs, rules: Sequence[Rule], goes_on: Tensor) -> None:
+    def begin(self, first: _Begin, goes_on: Tensor) -> None:
         """Take the inputs of the next step, before which nothing was chosen."""
-        for x, own in zip(cuda_graphs.leaves(inputs), self.inputs, strict=True):
+        for x, own in zip(cuda_graphs.leaves(first.inputs), self.inputs, strict=True):
             if isinstance(x, Tensor):
                 own.copy_(x)
         self.goes_on.copy_(goes_on)
         self.index.zero_()
-        columns = [rule.column for rule in rules if rule.kind == "column"]
+        columns = [rule.column for rule in first.rules if rule.kind == "column"]
         self.column.fill_(columns[0] if columns else 0)
 
     def _advance(self) -> None:
@@ -297,7 +311,7 @@ def largest(logits: Tensor) -> Tensor:
 
 
 def _rules(before: list[Any], now: list[Any], token: Tensor) -> list[Rule] | None:
-    """What becomes of each input; None if that of one is not known."""
+    """The rule of each input; None if one has no known rule."""
     found = [
         Rule("token") if x is token else _rule(old, x) for old, x in zip(before, now, strict=True)
     ]
