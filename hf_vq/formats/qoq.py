@@ -181,7 +181,7 @@ class Grid:
         """The grid of stored tensors, by key."""
         scale = tensors["scale"].float()
         if not scheme.group:
-            zero = (tensors["zero"] / scale.clamp_min(1e-30)).round()
+            zero = tensors["zero"] / scale.clamp_min(1e-30)  # no integer after scales were trained
             return cls(scheme, in_features, scale, torch.ones_like(scale), zero)
         step, zero = tensors["step"].float(), tensors["zero"].float()
         return cls(scheme, scheme.group_of(in_features), scale, step, zero)
@@ -190,8 +190,7 @@ class Grid:
         """Codes of the values nearest to `weight` float32 [out, in], uint8 of its shape.
 
         Args:
-            dither: random numbers from 0 to 1, of its shape, to round up or down with the chances
-                whose mean is the weight.
+            dither: uniform random numbers of its shape, from 0 to 1, for stochastic rounding.
         """
         level = _in_scales(weight, self.scale).unflatten(1, (-1, self.group))
         level = (level + self.zero[..., None]) / self.step[..., None]

@@ -102,7 +102,7 @@ class VQConfig(QuantizationConfigMixin):
         embeddings: store the embedding, too: as codes of `turboquant-2` to `turboquant-7`, or as
             integers: `int8`, with a scale for each row, or `int4`, with a scale and a minimum for
             each 32 numbers. An output head that is tied to it computes on the same codes; one that
-            is not stays dense unless an entry of `layers` names it alone.
+            is not stays dense unless an entry of `layers` matches it and no other layer.
         trainable: what trains besides adapters: `scales`, or `scales` and learned `codebooks`
             (docs/fine_tuning.md). Given like `pass2`, and not stored.
         layouts: storage of layers that another project quantized and no scheme can store, by name;

@@ -15,11 +15,13 @@ from ..formats.coded_rows import row_shapes, scheme_of, stored_rows
 from ..formats.integers import encode_rows
 from ..nn.dense_head import DenseHead
 from ..nn.embedding import VQEmbedding, VQTiedHead
+from ..nn.linear import VQLinear
+from .left_dense import weights_read
 from .tensor_parallel import ranks
 
 _ROWS = 8192  # of the vocabulary, in batches of which integers are made
 _LARGE = 0.2  # of a model: a dense head that `advice` speaks of
-_HEAD = "vq-4"  # the scheme that it names
+_HEAD, _DIVISOR = "vq-4", 16  # the scheme that it names, and what must divide a row's length
 
 
 def embeddings_of(model: nn.Module) -> dict[str, nn.Module]:
@@ -121,8 +123,11 @@ def advice(model: Any) -> str:
     rows, columns = head.weight.shape
     option, size = 'embeddings="int8"', float(rows * (columns + 2))
     if not is_tied:
-        option = f"layers={{{_name(model, head)!r}: {_HEAD!r}}}".replace("'", '"')
-        size = linear_scheme(_HEAD).bits(columns, rows) * rows * columns / 8
+        name, scheme = _name(model, head), linear_scheme(_HEAD)
+        if name in weights_read(model) or columns & -columns < _DIVISOR:
+            return ""
+        option = f"layers={{{name!r}: {_HEAD!r}}}".replace("'", '"')
+        size = scheme.bits(columns, rows) * rows * columns / 8
     return (
         f"output head: dense, {own / 1e6:.3g} of the model's {whole / 1e6:.3g} MB, and every token "
         f"reads it; VQConfig({option}) stores it in {size / 1e6:.3g}."
@@ -147,16 +152,17 @@ def _resize_token_embeddings(
     Raises:
         VQConfigError: another size is requested.
     """
-    embedding = self.get_input_embeddings()
+    embedding, head = self.get_input_embeddings(), _part(self, "get_output_embeddings")
     coded = embedding is not None and any(isinstance(m, VQEmbedding) for m in embedding.modules())
-    if coded:
+    if coded or isinstance(head, VQLinear):
         rows = embedding.num_embeddings
         requested = rows if new_num_tokens is None else new_num_tokens
         requested += -requested % (pad_to_multiple_of or 1)
         if requested != rows:
             raise VQConfigError(
-                f"a quantized embedding of {rows} rows cannot be resized to {requested}: resize "
-                "the dense model and quantize that, or dequantize this one first."
+                f"a quantized embedding or output head of {rows} rows cannot be resized to "
+                f"{requested}: resize the dense model and quantize that, or dequantize this one "
+                "first."
             )
     found = before(self, new_num_tokens, pad_to_multiple_of, *args, **kwargs)
     speed_up_head(self)  # Transformers makes another one

@@ -120,15 +120,16 @@ def around_the_loop(sample: Any) -> Any:
         known = bound.arguments
         unchanging = package_of(sample) == _OWN and _runs_no_users_code(self, known)
         with cuda_graphs.loop(self, known, unchanging), step.loop(self, unchanging):
-            rest = greedy_loop.rest_of(self, known) if unchanging else None
+            rest = greedy_loop.greedy_rest(self, known) if unchanging else None
             with cuda_graphs.watching(rest.watch if rest else None):
                 if rest is None:
                     return sample(self, *args, **kwargs)
                 known["logits_processor"] = rest.seen
                 try:
                     return sample(*bound.args, **bound.kwargs)
-                except greedy_loop.HandOver as handed:
-                    return rest.finish(handed)
+                except greedy_loop.HandOver as exception:
+                    handed = exception.with_traceback(None)  # which keeps what `_sample` held
+                return rest.finish(handed)
 
     return wrapped
 

@@ -58,6 +58,10 @@ def choose_layers(
     skips, kept = [*entries, *defaults], {*exact, *gates(found)}
     left = [n for n in names if n in kept or any(matches(n, entry) for entry in skips)]
     if (head := requested_head(model, config, names)) in left:
+        if head in kept:
+            raise VQConfigError(
+                f"layers: {head} stays dense, as the model's code reads its weight."
+            )
         left.remove(head)
     config.modules_to_not_convert = sorted({*entries, *left})
     wanted = {name: config.scheme_of(name) for name in names if name not in left}
@@ -81,18 +85,23 @@ def requested_head(model: Any, config: VQConfig, names: Iterable[str]) -> str:
     Raises:
         VQConfigError: that head is tied to the embedding.
     """
-    head = getattr(model, "get_output_embeddings", lambda: None)()
+    if not config.layers:
+        return ""
+    try:
+        head = model.get_output_embeddings()
+    except (AttributeError, NotImplementedError):  # it has none, or Transformers does not know
+        return ""
     name = next((name for name in names if model.get_submodule(name) is head), "")
     others = [other for other in names if other != name]
     entries = [entry for entry in config.layers or () if name and matches(name, entry)]
     entries = [entry for entry in entries if not any(matches(other, entry) for other in others)]
     if not entries or any(matches(name, entry) for entry in config.modules_to_not_convert or ()):
         return ""
-    tied = getattr(model, "all_tied_weights_keys", {})
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
     if f"{name}.weight" in {*tied, *tied.values()}:
         raise VQConfigError(
-            f"layers: {name} is tied to the embedding. Both are stored as codes by "
-            'VQConfig(embeddings="turboquant-6").'
+            f"layers: {name} is tied to the embedding. Where the model allows, both are stored as "
+            'codes by VQConfig(embeddings="turboquant-6").'
         )
     return name
 

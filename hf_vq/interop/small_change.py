@@ -4,7 +4,7 @@
 
 Rounded to the nearest, nearly every weight of W' gets the code that it had, and D is gone. So codes
 are rounded at random (stochastic rounding): a code moves to its neighbour in the direction of D,
-with the probability that makes the mean of W" equal to W'. What is random in one row is not in
+with the probability that keeps D on average. What is random in one row is not in
 another, so errors do not add up, while D, a sum of few products, does. (Feeding errors back along
 the inputs that D reads, as LDLQ does, keeps D as well; but rows of D are multiples of each other,
 so codes move alike in all of them, and the errors point where D does.)
@@ -53,7 +53,8 @@ def fit_small_change(
         tensors: all stored tensors by key, of W.
         where: name of the layer; rounding is not the same in two of them.
     """
-    generator = Generator(weight.device).manual_seed(zlib.crc32(where.encode()))
+    codes = tensors["codes"].cpu().numpy().tobytes()  # a second change is rounded in another way
+    generator = Generator(weight.device).manual_seed(zlib.crc32(codes, zlib.crc32(where.encode())))
     height, tiled = max(1, _CHUNK // weight.shape[1]), False
     if isinstance(scheme, VQScheme) and scheme.codebook == "tile":
         height, tiled = scheme.tile[0], True
@@ -112,21 +113,30 @@ def _codes(
 ) -> Tensor:
     """Codes [n, vectors, z] of rotated rows [n, in], rounded at random."""
     tiled = scheme.codebook == "tile"
-    groups = rotated.unflatten(1, (-1, scheme.group(rotated.shape[1])))
-    unit = (groups / scales.float().clamp_min(1e-30)[..., None]).flatten(1)
-    columns = unit.split(scheme.tile[1] if tiled else unit.shape[1], 1)
+    size = scheme.group(rotated.shape[1])
+    scale = scales.float().repeat_interleave(size, 1)
+    unit = torch.where(scale == 0, 0, rotated / scale)  # nothing is stored where a scale is 0
+    width = scheme.tile[1] if tiled else unit.shape[1]
+    columns = zip(unit.split(width, 1), scale.split(width, 1), strict=True)
     found = []
-    for part, entries in zip(columns, book[:, None] if tiled else book[None], strict=True):
+    for (part, scaled), entries in zip(
+        columns, book[:, None] if tiled else book[None], strict=True
+    ):
         vectors = part.reshape(-1, scheme.vector_size)
-        codes = _rounded(vectors, Assigner(entries, scheme), generator)
+        weights = scaled.reshape(vectors.shape)[:, 0].square()
+        codes = _rounded(vectors, weights, Assigner(entries, scheme), generator)
         found.append(codes.unflatten(0, (len(part), -1)))
     return torch.cat(found, 1)
 
 
-def _rounded(vectors: Tensor, assigner: Assigner, generator: Generator) -> Tensor:
+def _rounded(vectors: Tensor, weights: Tensor, assigner: Assigner, generator: Generator) -> Tensor:
     """Codes [n, z] of `vectors` [n, x]: of the nearest entry e, or of its neighbour e + v towards
     the vector e + d, with probability |d|^2 / <d, v>; then <d, error> is 0 on average. Outer
-    entries have no neighbour on one side: what they lose, the probabilities of the others add."""
+    entries have no neighbour on one side: what they lose, the probabilities of the others add.
+
+    Args:
+        weights: squared scales [n].
+    """
     like = torch.randn(1024, vectors.shape[1], generator=generator, device=vectors.device)
     error = (like - assigner.entries(assigner.codes(like))).square().mean().sqrt()
     codes = assigner.codes(vectors)
@@ -144,9 +154,10 @@ def _rounded(vectors: Tensor, assigner: Assigner, generator: Generator) -> Tenso
         along[left[are_new]] = (step * rest[left[are_new]]).sum(1)
         left = left[~are_new]
     can_move = along > 0
-    kept = energy[can_move].sum() / energy.sum().clamp_min(1e-30)
-    chance = torch.rand(len(vectors), generator=generator, device=vectors.device)
-    moves = can_move & (chance * along * kept < energy)
+    change = energy * weights
+    kept = change[can_move].sum() / change.sum().clamp_min(1e-30)
+    drawn = torch.rand(len(vectors), generator=generator, device=vectors.device)
+    moves = can_move & (drawn * along * kept < energy)
     return torch.where(moves[:, None], others, codes)
 
 

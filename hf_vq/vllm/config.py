@@ -146,6 +146,11 @@ class VQQuantizationConfig(QuantizationConfig):
         if isinstance(layer, VocabParallelEmbedding):
             # A tied head has no tensor in the files; some models name no embedding.
             head = isinstance(layer, ParallelLMHead)
+            if head and not self.tied and prefix in self.coded:
+                raise VQConfigError(
+                    f"{prefix}: vLLM cannot serve an output head that is stored as codes. Quantize "
+                    "without an entry of `layers` for it, or serve the model with Transformers."
+                )
             coded = prefix in self.coded or (self.tied if head else not prefix)
             kind = self.config.embeddings
             return VQEmbeddingMethod(kind, prefix) if coded and kind is not None else None

@@ -73,7 +73,8 @@ def capture(model: PreTrainedModel, enabled: bool | None = True) -> None:
     windows of Transformers) and models that do not compile as a whole run as always.
 
     The host reads tokens one step late. After an early end a step too many has run: the cache
-    forgets it, but if tokens are sampled, the GPU's generator has drawn once more.
+    forgets it, but if tokens are sampled, the GPU's generator has drawn once more. Of two threads
+    that generate with one model, one waits until the other's greedy text ends.
 
     Args:
         model: on one GPU.

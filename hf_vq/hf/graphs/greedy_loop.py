@@ -5,15 +5,16 @@ for the end of a text, the inputs of the next step. Here they are a second graph
 inputs of the first:
 
     step    token, position, mask -> logits
-    next    logits -> token, whether a text goes on, and the position and mask of the next step
+    next    logits -> token, whether a sequence goes on, and the position and mask of the next step
 
-What becomes of each input is seen, not assumed: after two steps of Transformers' loop whose inputs
+The rule of each input is observed, not assumed: after two steps of Transformers' loop whose inputs
 follow from those before, the loop is left by an exception (`HandOver`) and goes on here. The host
-reads one step late whether a text goes on, as `DeferredStopCheck` does.
+reads one step late whether a sequence is unfinished, as `DeferredStopCheck` does.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from ...cache.argument import CACHE
 from . import cuda_graphs, late_reading
 from .cuda_graphs import Inputs
 
+logger = logging.getLogger(__name__)
 _RESULTS = ("return_dict_in_generate", "is_assistant")  # options with which more is returned
 _INPUTS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
 """Methods that make the inputs of a step; those of Phi-3 differ beyond some length."""
@@ -44,7 +46,9 @@ _PARTS, _FEWEST = 512, 32  # of the vocabulary, in which the largest logits are 
 class HandOver(Exception):
     """Leaves `_sample` before a step."""
 
-    def __init__(self, captured: Any, graph: Any, following: _Next, begin: _Begin) -> None:
+    def __init__(
+        self, captured: Any, graph: Any, following: _SelectionGraph, begin: _Begin
+    ) -> None:
         super().__init__()
         self.captured, self.graph, self.following, self.begin = captured, graph, following, begin
 
@@ -72,7 +76,7 @@ class _Begin:
     rules: list[Rule]
 
 
-def rest_of(model: Any, options: dict[str, Any]) -> Rest | None:
+def greedy_rest(model: Any, options: dict[str, Any]) -> GreedyRest | None:
     """The rest of a loop over tokens that can go on without Transformers; None: it cannot.
 
     Args:
@@ -96,7 +100,7 @@ def rest_of(model: Any, options: dict[str, Any]) -> Rest | None:
         or not _attends_to_all(model.config.get_text_config(decoder=True))
     ):
         return None
-    return Rest(options["input_ids"].shape[1], config, stopping)
+    return GreedyRest(options["input_ids"].shape[1], config, stopping)
 
 
 def _attends_to_all(config: Any) -> bool:
@@ -109,7 +113,7 @@ def _attends_to_all(config: Any) -> bool:
     )
 
 
-class _Seen(LogitsProcessorList):
+class _LastIds(LogitsProcessorList):
     """No processors; knows the ids of which it last saw the logits."""
 
     ids: Tensor | None = None
@@ -120,7 +124,7 @@ class _Seen(LogitsProcessorList):
         return scores
 
 
-class Rest:
+class GreedyRest:
     """Leave Transformers' loop once its inputs are known, and finish the text.
 
     Args:
@@ -130,7 +134,10 @@ class Rest:
     """
 
     def __init__(self, prompt: int, config: Any, stopping: StoppingCriteriaList) -> None:
-        self.prompt, self.length, self.seen = prompt, stopping.max_length, _Seen()
+        self.prompt, self.seen = prompt, _LastIds()
+        self.length = min(
+            each.max_length for each in stopping if isinstance(each, MaxLengthCriteria)
+        )
         ends = [each for each in stopping if isinstance(each, EosTokenCriteria)]
         self.ends: Tensor | None = ends[0].eos_token_id if len(ends) == 1 else None
         self.pad: Tensor | None = config._pad_token_tensor
@@ -145,21 +152,18 @@ class Rest:
         """
         if not self.is_known:
             return
-        leaves, before = cuda_graphs.leaves(inputs), self.before
-        rules = None
+        leaves, before, rules = cuda_graphs.leaves(inputs), self.before, None
         if before is not None and before[0] is graph:
             rules = _rules(before[1], leaves, inputs["input_ids"])
-            if rules is None:
-                self.is_known = False
-                return
-            if before[2] is not None:
-                if not _follow(before[2], rules):
-                    self.is_known = False
-                    return
-                if self._has_room(leaves, rules):
-                    following = self._following(captured, graph, rules, len(inputs["input_ids"]))
+            self.is_known = rules is not None and (before[2] is None or _follow(before[2], rules))
+            if rules is not None and self.is_known and before[2] is not None:
+                self.is_known = self._has_room(leaves, rules)
+                following = self._following(captured, graph, rules, len(inputs["input_ids"]))
+                if self.is_known and following is not None:
                     raise HandOver(captured, graph, following, _Begin(inputs, rules))
-        self.before = graph, [x.clone() if isinstance(x, Tensor) else x for x in leaves], rules
+        if self.is_known:
+            kept = [x.clone() if isinstance(x, Tensor) else x for x in leaves]
+            self.before = graph, kept, rules
 
     def _has_room(self, leaves: list[Any], rules: list[Rule]) -> bool:
         assert self.seen.ids is not None
@@ -172,7 +176,7 @@ class Rest:
         """Choose all other tokens, and return all ids as `_sample` does.
 
         Args:
-            handed: over by the loop, before a step on its inputs.
+            handed: the exception that left the loop before a step.
         """
         captured, inputs = handed.captured, handed.begin.inputs
         assert self.seen.ids is not None
@@ -188,20 +192,28 @@ class Rest:
             tokens = self._run(handed.graph, handed.following, inputs[CACHE], left)
             return torch.cat([ids, tokens], 1)
 
-    def _following(self, captured: Any, graph: Any, rules: list[Rule], rows: int) -> _Next:
+    def _following(
+        self, captured: Any, graph: Any, rules: list[Rule], rows: int
+    ) -> _SelectionGraph | None:
+        """The graph after a step; None, and never again, if it cannot be recorded."""
         ends = None if self.ends is None else self.ends.to(captured.device)
         pad = 0 if ends is None or self.pad is None else int(self.pad)
         kinds = tuple((rule.kind, rule.value) for rule in rules)
         key = ends if ends is None else tuple(ends.tolist()), pad, kinds
         room = max(_ROOM, 1 << (self.length - self.prompt - 1).bit_length())
-        found: _Next | None = graph.next.get(key)
+        found: _SelectionGraph | None = graph.next.get(key)
         if found is None or found.tokens.shape[1] < room:
-            found = _Next(captured, graph, rows, room, ends, pad, rules)
+            try:
+                found = _SelectionGraph(captured, graph, rows, room, ends, pad, rules)
+            except RuntimeError as error:  # no memory, or another library's launch meanwhile
+                logger.info("generate stays in Transformers' loop: %s", error)
+                self.is_known = False
+                return None
             graph.next = {key: found}
         return found
 
-    def _run(self, graph: Any, following: _Next, cache: Any, left: int) -> Tensor:
-        """The tokens [rows, at most `left`] of as many steps as there are texts that go on."""
+    def _run(self, graph: Any, following: _SelectionGraph, cache: Any, left: int) -> Tensor:
+        """The tokens [rows, at most `left`], until all sequences are finished."""
         is_returned = getattr(cache, "_is_user_defined", False)
         late = int(not is_returned or late_reading.forgets(cache))
         flags = following.flags
@@ -213,7 +225,7 @@ class Rest:
                 continue
             flags.copy(count, following.any_goes_on)
             if count > late and not flags.read(count - late):
-                # The step after the last one is as if it had not been.
+                # Undo the extra step.
                 if late and is_returned:
                     cache.crop(-late)
                 return following.tokens[:, : count - late]
@@ -239,7 +251,7 @@ class _Flags:
         return bool(self.slots[step % 2])
 
 
-class _Next:
+class _SelectionGraph:
     """Graph after a step: the choice of tokens, and the inputs of the next one.
 
     Args:
@@ -268,6 +280,8 @@ class _Next:
         self.any_goes_on = torch.ones((), dtype=torch.bool, device=device)
         self.index = torch.zeros(1, dtype=torch.long, device=device)
         self.column = torch.zeros(1, dtype=torch.long, device=device)
+        masks = [x for x, rule in zip(self.inputs, rules, strict=True) if rule.kind == "column"]
+        self.last = min((x.shape[-1] for x in masks), default=1) - 1
         self.flags = _Flags(device)
         self.graph = cuda_graphs.record(captured, self._advance)
 
@@ -289,7 +303,7 @@ class _Next:
             self.any_goes_on.copy_(self.goes_on.any())
         self.tokens.index_copy_(1, self.index, token[:, None])
         self.index.add_(1)
-        self.column.add_(1)
+        self.column.add_(1).clamp_(max=self.last)  # after the last step, there may be no other
         for x, rule in zip(self.inputs, self.rules, strict=True):
             if rule.kind == "token":
                 x.copy_(token[:, None])

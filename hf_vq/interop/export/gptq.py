@@ -96,7 +96,8 @@ def write_gptq(
     layers = {name: model.get_submodule(name) for name in names}
     check_experts(model)
     group = group_of(layers.values()) if group is None else group
-    coded = {name: layer for name, layer in layers.items() if _fits(layer, group)}
+    head = getattr(model, "get_output_embeddings", lambda: None)()  # stays dense there
+    coded = {n: layer for n, layer in layers.items() if _fits(layer, group) and layer is not head}
     if not coded:
         raise VQConfigError(
             f"GPTQ's format takes linear layers with rows of a multiple of {group} weights and "

@@ -81,14 +81,14 @@ def left(monkeypatch: pytest.MonkeyPatch, restored_patches: None) -> Iterator[li
     monkeypatch.setattr(cuda_graphs, "_Captured", Captured)
     monkeypatch.setattr(cuda_graphs, "_Graph", Graph)
     monkeypatch.setattr(cuda_graphs, "record", Replayed)
-    run = greedy_loop.Rest._run
+    run = greedy_loop.GreedyRest._run
 
     def counted(self: Any, *args: Any) -> Tensor:
         tokens = run(self, *args)
         counts.append(tokens.shape[1])
         return tokens
 
-    monkeypatch.setattr(greedy_loop.Rest, "_run", counted)
+    monkeypatch.setattr(greedy_loop.GreedyRest, "_run", counted)
     patches.apply(patches.CAPTURE)
     yield counts
     patches.undo()
@@ -147,6 +147,27 @@ def test_texts_that_end_anywhere(
 
 
 @pytest.mark.parametrize("kind", ["vq", "static", "own static"])
+def test_up_to_the_last_place_of_a_cache(
+    left: list[int], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """No text ends before; the default static cache has a place less than the text has tokens."""
+    model = model_of("gqa", monkeypatch)
+    monkeypatch.setattr(cuda_graphs, "_CODED", (torch.nn.Linear,))
+    ids, texts = prompt(12, 2), []
+    for switch in "01":
+        monkeypatch.setenv("HF_VQ_CAPTURE", switch)
+        cache: Any = None
+        options = {"cache_implementation": "static"} if kind == "static" else {}
+        if kind == "vq":
+            cache = VQCache(model.config, max_cache_len=31, window=4, static=True)
+        elif kind == "own static":
+            cache = StaticCache(config=model.config, max_cache_len=31)
+        texts.append(generated(model, cache, ids, **options))
+    assert torch.equal(*texts) and texts[0].shape[1] == 32
+    assert left and left[0] >= 12
+
+
+@pytest.mark.parametrize("kind", ["vq", "static", "own static"])
 def test_caches(left: list[int], monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """One of floats that the user has, which cannot forget a step, is read at once."""
     model = model_of("gqa", monkeypatch)
@@ -187,6 +208,19 @@ def test_what_stays_with_transformers(left: list[int], monkeypatch: pytest.Monke
         assert not left, options
     generated(model, new_cache(model), ids)
     assert left
+
+
+def test_a_graph_that_cannot_be_recorded(left: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = model_of("gqa", monkeypatch), prompt(12)
+    wanted = generated(model, new_cache(model), ids)
+
+    def fail(captured: Any, launch: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(cuda_graphs, "record", fail)
+    again = model_of("gqa", monkeypatch)
+    left.clear()
+    assert torch.equal(generated(again, new_cache(again), ids), wanted) and not left
 
 
 def test_windows_stay_with_transformers(left: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -330,3 +330,22 @@ def test_a_tied_output_head_that_is_named(tmp_path):
     folder = untied(tmp_path, tie_word_embeddings=True)
     with pytest.raises(VQConfigError, match=r"lm_head is tied .* VQConfig\(embeddings="):
         LOAD(folder, quantization_config=VQConfig(layers={"lm_head": "vq-4"}))
+
+
+def test_an_output_head_of_codes_keeps_its_size(tmp_path):
+    folder = untied(tmp_path, tie_word_embeddings=False)
+    config = VQConfig(layers={"lm_head": "vq-4"}, activations=None)
+    model = LOAD(folder, quantization_config=config)
+    with pytest.raises(VQConfigError, match="output head of 96 rows cannot be resized to 100"):
+        model.resize_token_embeddings(100)
+    assert model.resize_token_embeddings(96).num_embeddings == 96
+    assert model(tokens()).logits.shape[-1] == 96
+
+
+def test_an_output_head_whose_weight_the_model_reads(tmp_path):
+    config = MambaConfig(
+        hidden_size=64, vocab_size=96, num_hidden_layers=1, tie_word_embeddings=False
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(VQConfigError, match="lm_head stays dense, as the model's code reads"):
+        LOAD(tmp_path, quantization_config=VQConfig(layers={"lm_head": "vq-4"}))

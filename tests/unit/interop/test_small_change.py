@@ -69,3 +69,38 @@ def test_no_change_is_none():
     found = fit_small_change(before, tensors, scheme)
     again = decoded({**tensors, **found}, scheme, COLUMNS)
     assert (again - before).norm() <= 1e-3 * before.norm()
+
+
+@pytest.mark.parametrize("name", ["vq-4", "turboquant-4", "qoq-w4a8"])
+def test_rows_of_zeros_change_no_others(name):
+    torch.manual_seed(0)
+    scheme, weight = linear_scheme(name), torch.randn(64, COLUMNS)
+    weight[5] = 0
+    found = fit.fit_weight(weight, scheme).tensors
+    fixed = {} if isinstance(scheme, QoQScheme) else fit.fixed_tensors(scheme, COLUMNS, 0)
+    tensors = {**fixed, **found}
+    before = decoded(tensors, scheme, COLUMNS)
+    wanted = before + 0.01 * torch.randn(64, 1) @ torch.randn(1, COLUMNS)
+    after = decoded({**tensors, **fit_small_change(wanted, tensors, scheme)}, scheme, COLUMNS)
+    others = torch.arange(64) != 5
+    assert part_left(after[others], before[others], wanted[others]) == pytest.approx(1, abs=0.3)
+    assert (after - wanted)[others].norm() < 0.1 * wanted.norm()
+
+
+def test_scales_of_integers_that_were_trained():
+    """Their zeros are no multiples of the scales any more."""
+    scheme, tensors, _, _, _ = changed("qoq-w4a8", 0.01)
+    tensors["scale"] = (tensors["scale"].float() * (1 + 0.03 * torch.randn(ROWS, 1))).half()
+    before = decoded(tensors, scheme, COLUMNS)
+    after = decoded({**tensors, **fit_small_change(before, tensors, scheme)}, scheme, COLUMNS)
+    assert (after - before).norm() < 0.02 * before.norm()
+
+
+def test_a_second_change_is_rounded_in_another_way():
+    scheme, tensors, before, wanted, _ = changed("vq-4", 0.01)
+    first = {**tensors, **fit_small_change(wanted, tensors, scheme)}
+    middle = decoded(first, scheme, COLUMNS)
+    second = {**first, **fit_small_change(middle + wanted - before, first, scheme)}
+    errors = middle - wanted, decoded(second, scheme, COLUMNS) - middle - (wanted - before)
+    both = torch.stack([error.flatten() for error in errors])
+    assert abs(torch.corrcoef(both)[0, 1]) < 0.1
