@@ -68,13 +68,15 @@ def _notation(name: str) -> str:
 def generate(rows: _Rows) -> str:
     """Tokens a second of a Llama-3-8B, and how many times those of bfloat16."""
     head = ["weights", "KV cache", "GB a token", "tokens/s of `generate`", "x bf16",
-            "compiled step, ms", "x bf16", "ceiling"]  # fmt: skip
+            "captured", "x bf16", "compiled step, ms", "x bf16", "ceiling"]  # fmt: skip
     cells = []
     for row in rows:
         ratio = {key: f"{value:.2f}" for key, value in row.get("speedup", {}).items()}
+        captured = row.get("captured_ms")
         cells.append(
             [_name(row), _cache(row), f"{row['gigabytes']:.2f}",
              f"{row['tokens_per_second']:.0f}", ratio.get("generate_ms", "-"),
+             f"{1e3 / captured:.0f}" if captured else "-", ratio.get("captured_ms", "-"),
              f"{row['step_ms']:.2f}", ratio.get("step_ms", "-"),
              f"{row['ceiling']:.2f}" if "ceiling" in row else "-"]
         )  # fmt: skip
