@@ -69,5 +69,5 @@ def test_an_edited_table_does_not_load(dense, tmp_path):
 def test_entries_that_mean_no_layer(dense):
     with pytest.raises(VQConfigError, match="layers: 'mpl' matches no module of Llama"):
         LOAD(dense("llama"), quantization_config=VQConfig(layers={"mpl": "vq-3"}))
-    with pytest.raises(VQConfigError, match="layers: 'lm_head' matches no"):
-        LOAD(dense("llama"), quantization_config=VQConfig(layers={"lm_head": "vq-3"}))
+    with pytest.raises(VQConfigError, match="layers: 'embed_tokens' matches no"):
+        LOAD(dense("llama"), quantization_config=VQConfig(layers={"embed_tokens": "vq-3"}))
