@@ -21,7 +21,8 @@ from .tensor_parallel import ranks
 
 _ROWS = 8192  # of the vocabulary, in batches of which integers are made
 _LARGE = 0.2  # of a model: a dense head that `advice` speaks of
-_HEAD, _DIVISOR = "vq-4", 16  # the scheme that it names, and what must divide a row's length
+_HEAD = "turboquant-6"  # the scheme that it names
+_DIVISOR = 16  # of the length of a row that has codes
 
 
 def embeddings_of(model: nn.Module) -> dict[str, nn.Module]:

@@ -174,8 +174,8 @@ def test_what_a_dense_head_costs():
     assert said.endswith("stores it in 0.0338.")
     assert explain(model(embeddings="int8")).head == ""
     said = explain(model(tied=False)).head
-    assert 'VQConfig(layers={"lm_head": "vq-4"}) stores it in 0.0' in said
-    coded = model(tied=False, layers={"lm_head": "vq-4"})
+    assert 'VQConfig(layers={"lm_head": "turboquant-6"}) stores it in 0.0' in said
+    coded = model(tied=False, layers={"lm_head": "turboquant-6"})
     size = sum(tensor.nbytes for tensor in coded.lm_head.parameters())
     assert explain(coded).head == "" and f" in {size / 1e6:.3g}." in said
     assert explain(model().to("meta")).head == ""
