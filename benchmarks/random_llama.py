@@ -52,16 +52,16 @@ def random_llama(
     dtype: torch.dtype,
     scheme: str | None,
     device: str = "cpu",
-    but: Mapping[str, str | None] | None = None,
+    overrides: Mapping[str, str | None] | None = None,
 ) -> LlamaForCausalLM:
     """The model with random weights; linear layers as codes of `scheme`, or dense (None).
 
     Args:
-        but: the schemes of single layers, by name.
+        overrides: the schemes of single layers, by name.
     """
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
-    schemes = but or {}
+    schemes = overrides or {}
 
     def stored(name: str) -> LinearScheme | None:
         spec = schemes.get(name, scheme)

@@ -167,7 +167,7 @@ class Grid:
         group: weights of a group.
         scale: float32 [out, 1], numbers of fp16.
         step: float32 [out, groups], integers; 1 without groups.
-        zero: float32 [out, groups], integers: in scales.
+        zero: float32 [out, groups], in scales: integers, unless scales were trained.
     """
 
     scheme: QoQScheme

@@ -60,7 +60,8 @@ def choose_layers(
     if (head := requested_head(model, config, names)) in left:
         if head in kept:
             raise VQConfigError(
-                f"layers: {head} stays dense, as the model's code reads its weight."
+                f"layers: {head} stays dense: the model's code reads its weight, or other modules "
+                "share it. Leave the entry out."
             )
         left.remove(head)
     config.modules_to_not_convert = sorted({*entries, *left})

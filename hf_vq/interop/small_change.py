@@ -4,10 +4,10 @@
 
 Rounded to the nearest, nearly every weight of W' gets the code that it had, and D is gone. So codes
 are rounded at random (stochastic rounding): a code moves to its neighbour in the direction of D,
-with the probability that keeps D on average. What is random in one row is not in
-another, so errors do not add up, while D, a sum of few products, does. (Feeding errors back along
-the inputs that D reads, as LDLQ does, keeps D as well; but rows of D are multiples of each other,
-so codes move alike in all of them, and the errors point where D does.)
+with the probability that keeps D on average. Errors of different rows are independent, so they do
+not add up, while D, a sum of few products, does. (Feeding errors back along the inputs that D
+reads, as LDLQ does, keeps D as well; but rows of D are multiples of each other, so codes move alike
+in all of them, and the errors point where D does.)
 
 Scales and codebooks stay.
 """

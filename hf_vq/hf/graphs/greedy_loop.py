@@ -158,8 +158,10 @@ class GreedyRest:
             self.is_known = rules is not None and (before[2] is None or _follow(before[2], rules))
             if rules is not None and self.is_known and before[2] is not None:
                 self.is_known = self._has_room(leaves, rules)
-                following = self._following(captured, graph, rules, len(inputs["input_ids"]))
-                if self.is_known and following is not None:
+                rows, following = len(inputs["input_ids"]), None
+                if self.is_known:
+                    following = self._following(captured, graph, rules, rows)
+                if following is not None:
                     raise HandOver(captured, graph, following, _Begin(inputs, rules))
         if self.is_known:
             kept = [x.clone() if isinstance(x, Tensor) else x for x in leaves]
