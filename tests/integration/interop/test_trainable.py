@@ -138,8 +138,7 @@ def test_experts_train(quantized, tmp_path):
     assert torch.equal(logits(LOAD(tmp_path)), logits(model))
 
 
-def test_beside_an_adapter(dense, quantized, tmp_path):
-    plain, own = logits(LOAD(dense("llama"))), logits(LOAD(quantized()))
+def test_beside_an_adapter(quantized, tmp_path):
     base = LOAD(quantized(), quantization_config=VQConfig(trainable="scales"))
     base = peft.prepare_model_for_kbit_training(base, use_gradient_checkpointing=False)
     model = peft.get_peft_model(base, peft.LoraConfig(target_modules="all-linear", r=4))
@@ -153,7 +152,7 @@ def test_beside_an_adapter(dense, quantized, tmp_path):
     model.save_pretrained(tmp_path / "adapter")
     merged = copy.deepcopy(model).merge_and_unload()
     error = (logits(merged) - expected).norm() / expected.norm()
-    assert error < 2 * (own - plain).norm() / plain.norm()
+    assert error < 0.2
     merged.save_pretrained(tmp_path / "merged")
     assert torch.equal(logits(LOAD(tmp_path / "merged")), logits(merged))
     model.unload().save_pretrained(tmp_path / "base")
