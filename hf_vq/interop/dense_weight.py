@@ -30,6 +30,10 @@ _ENOUGH = 0.9
 """Part of a change that rounding to nearest must leave, if the change is smaller than the weight;
 otherwise codes are rounded at random, which adds to the error of the weights."""
 
+_MOST = 0.7
+"""Part of a change above which it is near the step of a code: rounding to nearest is as good as
+random then, and its error half as large."""
+
 _swapping = threading.Lock()
 
 
@@ -164,10 +168,14 @@ def encode_again(layer: VQLinear, dense: Tensor) -> Encoded:
     stored = {key: t.detach().to(specs[key].dtype) for key, t in layer.tensors().items()}
     found = fit_weight(dense, scheme, where=layer.where, fixed=_fixed(layer)).tensors
     after = decoded({**stored, **found}, scheme, layer.in_features)
-    is_small = bool((dense - before).norm() < dense.norm())
-    if is_small and part_left(after, before, dense) < _ENOUGH:
-        found = {**stored, **fit_small_change(dense, stored, scheme, layer.where)}
-        after = decoded(found, scheme, layer.in_features)
+    change, left = dense - before, part_left(after, before, dense)
+    if left < _ENOUGH and bool(change.norm() < dense.norm()):
+        if left > _MOST:  # as much more of the change as rounding to nearest takes away
+            more = before + change / left
+            found = fit_weight(more, scheme, where=layer.where, fixed=_fixed(layer)).tensors
+        else:
+            found = {**stored, **fit_small_change(dense, stored, scheme, layer.where)}
+        after = decoded({**stored, **found}, scheme, layer.in_features)
     own = {key: tensor for key, tensor in found.items() if specs[key].shared_name is None}
     layer.assign(own, layer.bias)
     error = (after - dense).square().sum(dtype=torch.float64) / dense.square().sum()
